@@ -81,7 +81,8 @@ DTYPE_CODES = {entry.numpy: code for code, entry in enumerate(DTYPES.values())}
 """The number that stands for a dtype in a message."""
 
 BY_NUMPY: dict[np.dtype[Any], DType] = {entry.numpy: entry for entry in DTYPES.values()}
-_BY_CODE = list(BY_NUMPY)
+dtype_of_code = (list(BY_NUMPY) * 256)[:256].__getitem__
+"""The dtype that a message names by a number below 256."""
 
 
 def dtype_of(numpy_dtype: np.dtype[Any], what: str = "dtype") -> DType:
@@ -98,8 +99,3 @@ def dtype_of(numpy_dtype: np.dtype[Any], what: str = "dtype") -> DType:
             raise InvalidArgument(f"{what}: expected {order}, got {numpy_dtype!r}: use astype({str(native)!r})")
         raise InvalidArgument(f"{what}: expected one of the dtypes {', '.join(DTYPES)}; got {numpy_dtype!r}")
     return entry
-
-
-def dtype_of_code(code: int) -> np.dtype[Any]:
-    """The dtype that a message names."""
-    return _BY_CODE[code % len(_BY_CODE)]

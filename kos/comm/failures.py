@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from kos.comm import timeouts
 from kos.comm.peer_status import PeerStatus
+from kos.comm.waits import wait
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -280,13 +281,18 @@ class FailureLog:
         _, ranks = status.hosts.get(world, ("", (world,)))
         if len(ranks) == 1 or self.world[self.rank] in ranks:
             return [world]
-        deadline = time.monotonic() + HOST_SECONDS
-        while not all(map(status.ended, ranks)):
-            if rank in self._alone or time.monotonic() > deadline or not status.is_connected:
-                self._alone.add(rank)
-                return [world]
+
+        def decided() -> bool:
+            return all(map(status.ended, ranks)) or rank in self._alone or not status.is_connected
+
+        def pause() -> None:
             time.sleep(0.001)
             progress()
+
+        wait(decided, time.monotonic() + HOST_SECONDS, pause=pause)
+        if not all(map(status.ended, ranks)):
+            self._alone.add(rank)
+            return [world]
         first = all(self._failure_of(each) is None for each in ranks)  # no rank ended because of another one
         return ranks if first else [world]
 

@@ -56,7 +56,7 @@ class Matching:
         """Where ``last_source`` is, the last rank from which a receive from any rank has got a message."""
         self.turns.last_source = rank
         self.waiting: dict[int, list[Receive]] = {}
-        self._polled: dict[int, Expected] = {}  # by source, until a message or an end is found
+        self._polled: dict[int, Receive] = {}  # by source, until a message or an end is found
 
     def receive(self, array: Array | None, src: int, tag: int) -> Any:
         """Post a receive from rank ``src`` or ANY.  Without an ``array``, it receives bytes of any length."""
@@ -69,10 +69,10 @@ class Matching:
 
     def poll(self, src: int, tag: int) -> Envelope | None:
         """The envelope of the next message; None if none has arrived.  Raises if no message can arrive any more."""
-        expected = self._polled.setdefault(src, Expected(self, src, tag))
-        expected.tag = tag  # the checks that wait for the last messages of a rank count for all tags
+        probe = self._polled.setdefault(src, Receive(self, src, tag, probe=True))
+        probe.tag = tag  # the checks that wait for the last messages of a rank count for all tags
         try:
-            if not expected.done():
+            if not probe.done():
                 return None
         except KosError:
             del self._polled[src]
@@ -119,28 +119,38 @@ class Matching:
                 del self.waiting[receive.tag]
 
 
-class Expected:
-    """Waits for a message.  This base class is a probe: it finds the envelope, and leaves the message in place."""
+class Receive:
+    """Waits for a message whose sender or length is not known, or that an earlier receive may take.
 
-    def __init__(self, matching: Matching, src: int, tag: int) -> None:
-        self.matching, self.src, self.tag = matching, src, tag
+    ``array`` is None until the length is known.  A ``probe`` only finds the envelope, and leaves the message in place.
+    """
+
+    def __init__(
+        self, matching: Matching, src: int, tag: int, array: Array | None = None, probe: bool = False
+    ) -> None:  # fmt: skip
+        self.matching, self.src, self.tag, self.array, self._probe = matching, src, tag, array, probe
         self.envelope: Envelope | None = None
+        self.request: Any = None  # of the transport, once it has begun
+        self._error: Exception | None = None
         messages = matching.messages
         self._check_at, self._checks = time.monotonic() + messages.check_seconds, messages.last_checks
 
     def done(self) -> bool:
         """Whether the message has arrived.  Raises if it cannot, because ranks failed or ended."""
-        if self._look():
-            return True
-        end = self._end()
-        if end is None:
-            return False
-        if self._look():  # the last message of a rank may have arrived before its end
-            return True
-        raise end
+        if self.request is None and not self._look():
+            end = self._end()
+            if end is None:
+                return False
+            if not self._look():  # the last message of a rank may have arrived before its end
+                raise end
+        if self._error is not None:
+            raise self._error
+        return self._probe or bool(self.request.done())
 
     def _look(self) -> bool:
         taken = self.matching.match(self.tag)
+        if not self._probe:
+            return self.request is not None or self._error is not None
         ranks = [rank for rank in self.matching.sources(self.src) if rank not in taken]
         self.envelope = self.matching.messages.arrived(ranks, self.tag) if ranks else None
         return self.envelope is not None
@@ -163,27 +173,6 @@ class Expected:
         failures, ranks = self.matching.failures, sorted(ends)
         text = f"{failures.names(ranks)} are gone: they closed their communicators"
         return RankLost(text, ranks=failures.in_world(ranks))
-
-
-class Receive(Expected):
-    """A receive that waits for an envelope or an earlier receive.  ``array`` is None until the length is known."""
-
-    def __init__(self, matching: Matching, src: int, tag: int, array: Array | None) -> None:
-        super().__init__(matching, src, tag)
-        self.array = array
-        self.request: Any = None  # of the transport, once it has begun
-        self._error: Exception | None = None
-
-    def done(self) -> bool:
-        if self.request is None and not super().done():
-            return False
-        if self._error is not None:
-            raise self._error
-        return bool(self.request.done())
-
-    def _look(self) -> bool:
-        self.matching.match(self.tag)
-        return self.request is not None or self._error is not None
 
     def begin(self, ranks: Sequence[int]) -> bool:
         """Start to receive the first message from one of ``ranks``.  Returns False if none has arrived."""

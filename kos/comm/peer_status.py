@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kos.comm.waits import wait_until
+from kos.comm.waits import wait
 from kos.errors import CollectiveTimeout, KosError, from_record, to_record
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
@@ -33,10 +33,8 @@ class PeerStatus:
     def __init__(self, rank: int = -1, tables: PeerStatus | None = None) -> None:
         self._rank = rank
         known, self._shared = self if tables is None else tables, tables is not None
-        self.failures: dict[int, tuple[KosError, float]] = {} if known is self else known.failures
-        """The last failure of each rank and the time of its post.  A failure that the rank has handled is removed."""
-        self.failed_at: dict[int, float] = {} if known is self else known.failed_at
-        """The monotonic time at which each rank last posted a failure, even if it has handled the failure."""
+        self.failures: dict[int, tuple[KosError | None, float]] = {} if known is self else known.failures
+        """The last failure of each rank (None: the rank has handled it), and the monotonic time of its post."""
         self.waits: dict[int, tuple[int, ...]] = {} if known is self else known.waits
         """The ranks that each rank waits for."""
         self.ends: dict[int, str] = {} if known is self else known.ends
@@ -73,7 +71,6 @@ class PeerStatus:
         Earlier failures are removed, because all ranks that it connects have handled them.
         """
         self.failures.clear()
-        self.failed_at.clear()
         self._plane = weakref.ref(plane)
 
     @property
@@ -100,9 +97,8 @@ class PeerStatus:
             self._answers[rank] = now, tuple(what)
         elif kind == "failed":
             self.failures[rank] = from_record(what), now
-            self.failed_at[rank] = now
         elif kind == "handled":
-            self.failures.pop(rank, None)
+            self._handled(rank)
 
     def announce_wait(self) -> None:
         """Send the ranks that this rank waits for to other hosts.  Called before it stops answering for a while."""
@@ -140,15 +136,18 @@ class PeerStatus:
         """
         if error.ranks or (isinstance(error, CollectiveTimeout) and self.last is None):
             self.last = error.copy()  # a copy, which is kept without the frames of the error
-            self.failed_at[self._rank] = now = time.monotonic()
-            self.failures[self._rank] = self.last, now
+            self.failures[self._rank] = self.last, time.monotonic()
             self._send_notice("failed", to_record(self.last))
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
         self.last = None
-        self.failures.pop(self._rank, None)
+        self._handled(self._rank)
         self._send_notice("handled")
+
+    def _handled(self, rank: int) -> None:
+        if rank in self.failures:
+            self.failures[rank] = None, self.failures[rank][1]
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
@@ -182,7 +181,7 @@ class PeerStatus:
 
     def _reply_of(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that a queried rank waits for, by its answer; None if it has ended, is stopped or is computing."""
-        while not self.ended(rank) and rank not in self.failures:
+        while not self.ended(rank) and self.failures.get(rank, (None, 0.0))[0] is None:
             now, (came, waits) = time.monotonic(), self._answers.get(rank, (0.0, None))
             if waits is not None and came > self._asked - ANSWER_SECONDS and now < self._asked + 2 * ANSWER_SECONDS:
                 return waits
@@ -211,13 +210,12 @@ class PeerStatus:
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
         self.receive_notices()
-        known = self.failures.get(rank)
-        return None if known is None else (known[0], time.monotonic() - known[1])
+        error, at = self.failures.get(rank, (None, 0.0))
+        return None if error is None else (error, time.monotonic() - at)
 
     def failed_within(self, rank: int, seconds: float) -> bool:
         """Whether that rank has posted a failure in the last ``seconds``, even if it has handled it since."""
-        at = self.failed_at.get(rank)
-        return at is not None and time.monotonic() - at < seconds
+        return rank in self.failures and time.monotonic() - self.failures[rank][1] < seconds
 
     def cause(self, rank: int) -> KosError | None:
         """The last failure of that rank, if it names ranks."""
@@ -247,7 +245,7 @@ class PeerStatus:
 
     def await_end(self, rank: int) -> None:
         """Wait for a moment, so that other hosts also know that the rank has ended.  They first receive its failure."""
-        wait_until(lambda: self.ended(rank) or not self.is_connected, time.monotonic() + _END_SECONDS)
+        wait(lambda: self.ended(rank) or not self.is_connected, time.monotonic() + _END_SECONDS)
 
     def runs(self, rank: int) -> bool:
         """Whether that rank is known to run: neither ended nor stopped."""

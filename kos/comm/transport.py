@@ -22,7 +22,7 @@ import numpy as np
 from kos.comm import host_compressed
 from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
-from kos.comm.matching import BYTES, Expected, Matching
+from kos.comm.matching import BYTES, Matching, Receive
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.operations import COLLECTIVES, PARTS
 from kos.comm.recorder import COMPLETED
@@ -291,7 +291,7 @@ class ScheduledCalls:
 
         def post() -> Iterator[Request]:
             if name == "probe":
-                yield Expected(self.matching, message.src, message.recv_tag)
+                yield Receive(self.matching, message.src, message.recv_tag, probe=True)
             elif message.src is not None:
                 yield self.matching.receive(work.recv if name != "recv_bytes" else None, message.src, message.recv_tag)
             if message.dst is not None:

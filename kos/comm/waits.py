@@ -8,7 +8,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import wait as await_futures
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -55,20 +56,24 @@ class Backoff:
             time.sleep(self.SLEEP)
 
 
-def wait_until(
-    poll: Callable[[], T], deadline: float, look: Callable[[], None] | None = None,
-    pause: Callable[[], None] = lambda: time.sleep(0.001),
+def wait(
+    poll: Callable[[], T], deadline: float, look: Callable[[], object] | None = None,
+    pause: Callable[[], object] | float = 0.001,
 ) -> T:  # fmt: skip
     """Poll until the result is true; returns it, or the last one after ``deadline``, a time of ``time.monotonic``.
 
-    Every ``CHECK_SECONDS``, ``look`` is called, which may raise.  ``pause`` waits between two polls.
+    Every ``CHECK_SECONDS``, ``look`` is called, which may raise.  Between two polls, ``pause()`` waits, or this
+    function does so for ``pause`` seconds.
     """
     look_at = 0.0
     while not (found := poll()) and (now := time.monotonic()) <= deadline:
         if look is not None and now > look_at:
             look()
             look_at = now + CHECK_SECONDS
-        pause()
+        if isinstance(pause, float):
+            time.sleep(pause)
+        else:
+            pause()
     return found
 
 
@@ -97,7 +102,7 @@ def wait_at_exit(future: Future[Any]) -> None:
 
 @atexit.register  # early, and so it runs after the handlers that stop other threads
 def _wait_at_exit() -> None:
-    wait_until(lambda: not _awaited, time.monotonic() + EXIT_SECONDS)
+    wait(lambda: not _awaited, time.monotonic() + EXIT_SECONDS)
 
 
 os.register_at_fork(after_in_child=lambda: _awaited.clear())  # whose threads are not in the child
@@ -109,7 +114,7 @@ def call_with_timeout(call: Callable[[], T], timeout: float | None, look: Callab
     Meanwhile ``look`` is called, which may raise.
     """
     future, deadline = start_in_thread(call), math.inf if timeout is None else time.monotonic() + timeout
-    while not wait([future], timeout if look is None else CHECK_SECONDS).done:
+    while not await_futures([future], timeout if look is None else CHECK_SECONDS).done:
         if time.monotonic() >= deadline:
             return []
         if look is not None:

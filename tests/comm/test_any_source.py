@@ -11,7 +11,7 @@ import kos
 from kos import _core
 from kos.comm.contract import Backend
 from kos.comm.host.threads import ThreadTransport
-from kos.comm.matching import Expected
+from kos.comm.matching import Receive
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -344,7 +344,7 @@ def test_polls_of_many_tags_leave_nothing_behind(on):
         if comm.rank == 0:
             for tag in range(500):
                 assert comm.probe(tag=tag, wait=False) is None
-        left = sum(isinstance(each, Expected) for each in gc.get_objects())
+        left = sum(isinstance(each, Receive) for each in gc.get_objects())
         comm.barrier()
         return left
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control import offers, store
-from kos.comm.control.store import store_rendezvous
+from kos.comm.control import bootstrap, offers
+from kos.comm.control.bootstrap import store_rendezvous
 from kos.comm.control.wire import Network
 from kos.errors import InvalidArgument, RendezvousError
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, free_port, run_threads
@@ -305,8 +305,8 @@ def test_ranks_of_other_network_namespaces_do_not_meet_at_a_loopback_address(mon
     """Whether they share a store or an exchange."""
     here, given = threading.local(), list[Any]()
     monkeypatch.setattr(offers.os, "readlink", lambda path: f"net:{here.rank}")
-    monkeypatch.setattr(store, "listen_for", lambda hosts: given.append(hosts) or (None, {"error": "seen"}))
-    monkeypatch.setattr(offers, "listen_for", store.listen_for)
+    monkeypatch.setattr(bootstrap, "listen_for", lambda hosts: given.append(hosts) or (None, {"error": "seen"}))
+    monkeypatch.setattr(offers, "listen_for", bootstrap.listen_for)
 
     def body(rank, rendezvous):
         here.rank = rank

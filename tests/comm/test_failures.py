@@ -27,7 +27,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import spawn
-from tests.comm.ranks import TIMEOUT, MockRanks, on_each_rank, time_is_up
+from tests.comm.ranks import TIMEOUT, MockRanks, on_each_rank, time_is_up, until
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_threads
 
@@ -73,10 +73,7 @@ def test_a_rank_that_is_late_in_another_group_is_named(on):
             begins.set()
         else:
             assert begins.wait(TIMEOUT)
-            until = time.monotonic() + TIMEOUT
-            while comm.rendezvous.failures.status.awaited(1) != (2,):
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            until(lambda: comm.rendezvous.failures.status.awaited(1) == (2,))
         try:
             part.all_reduce(np.ones(1), timeout=0.4 if comm.rank == 0 else TIMEOUT)
         except CollectiveTimeout as error:
@@ -131,11 +128,8 @@ def test_synchronize_raises_what_failed_at_its_launch(several):
             if comm.rank == 0:
                 comm.send(np.ones(3), 1, tag)
             elif comm.rank == 1:
-                until = time.monotonic() + 30
                 work = comm.recv(np.zeros(4), 0, tag, async_op=True)
-                while comm.backend.engine.outstanding():
-                    comm.backend.engine.poll()
-                    assert time.monotonic() < until
+                until(lambda: not comm.backend.engine.poll())
                 with pytest.raises(CollectiveMismatch, match=f"recv #{tag} .* with tag {tag}: .*got 3 elements"):
                     work.wait() if tag else comm.synchronize()
                 comm.synchronize()  # it was told

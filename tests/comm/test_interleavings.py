@@ -117,7 +117,7 @@ def test_deaths_that_arrive_while_a_call_reads_them():
 @pytest.mark.parametrize("name", ["deaths", "notice", "exchange"])
 def test_a_group_is_closed_beside_another_thread(name):
     """No rank is reported as dead, and only errors of kos are raised."""
-    interleaving, left = Interleaving("control/group.py", "control/inbox.py", "control/notices.py"), True
+    interleaving, left = Interleaving("control/group.py", "control/notices.py"), True
     while left:
         port = free_port()
         places = [partial(env_rendezvous, TIMEOUT, environment(rank, 2, port)) for rank in (0, 1)]

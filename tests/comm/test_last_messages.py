@@ -16,8 +16,7 @@ import pytest
 
 import kos
 from kos.comm.failures import WHY_CLOSED, FailureLog
-from kos.comm.host.mpi import MPITransport
-from kos.comm.host.mpi_messages import LAST_CHECKS
+from kos.comm.host.mpi import LAST_CHECKS, MPITransport
 from kos.comm.matching import Matching
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.work import Engine

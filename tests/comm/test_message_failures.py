@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.host import mpi_messages
+from kos.comm.host import mpi
 from kos.comm.transport import ScheduledCalls
 from kos.errors import (
     CollectiveError,
@@ -234,12 +234,11 @@ def test_requests_that_are_ready_at_one_poll():
 @pytest.mark.parametrize("elements", [65_536, 200_003])
 def test_messages_longer_than_mpi_counts(ranks_of_mpi, apart, monkeypatch, elements):
     """With a limit of 1000 bytes instead of 2 GiB."""
-    monkeypatch.setattr("kos.comm.host.mpi_messages.LARGEST", 1000)
     monkeypatch.setattr("kos.comm.host.mpi.LARGEST", 1000)
-    long = set()
+    long, known = set(), mpi.as_bytes
 
     def as_bytes(array, MPI):
-        memory, *count, kind = mpi_messages.as_bytes(array, MPI)
+        memory, *count, kind = known(array, MPI)
         long.update([memory.nbytes] * len(count))  # MPI counts the bytes of a message that is not long
         return [memory, *count, kind]
 

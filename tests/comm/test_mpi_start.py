@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kos.comm.control.mpi_start import EXIT_CODE
+from kos.comm.control.mpi_job import EXIT_CODE
 from tests.comm.test_jobs import mpirun, output, program
 from tests.launcher import needs_mpirun
 
@@ -53,9 +53,9 @@ def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path):
     text = """
 import threading
 import mpi4py
-from kos.comm.control import mpi_start
+from kos.comm.control import mpi_job
 os.environ |= {"OMPI_COMM_WORLD_RANK": "8", "OMPI_COMM_WORLD_SIZE": "9"}
-mpi_start.start(mpi4py.rc, 0.001)
+mpi_job.start(mpi4py.rc, 0.001)
 for thread in threading.enumerate():
     if thread is not threading.main_thread():
         thread.join(60)

@@ -330,36 +330,6 @@ def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing():
     assert run("tcp", 1, body, silent)[0] == (0, 1)
 
 
-@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40), b"kos/tcp1" + bytes(36)])
-def test_one_address_of_another_service_does_not_end_a_join(reply):
-    """Old addresses may belong to other programs by now.  The members at the other addresses admit this process."""
-
-    def answer():
-        with suppress(OSError):
-            while True:
-                caller = foreign.accept()[0]
-                caller.sendall(reply)
-                foreign_callers.append(caller)
-
-    def newcomer(address):
-        return check(join(f"127.0.0.1:{foreign.getsockname()[1]},{address}"))
-
-    foreign_callers = list[socket.socket]()
-    with socket.create_server(("127.0.0.1", 0)) as foreign:
-        threading.Thread(target=answer, daemon=True).start()
-
-        def body(comm):
-            while not foreign_callers:
-                time.sleep(0.01)
-            time.sleep(0.2)  # so that the newcomer has read the reply
-            return check(comm.grow(1))
-
-        assert sorted(run("tcp", 2, body, newcomer)) == [(rank, 3) for rank in range(3)]
-        foreign.shutdown(socket.SHUT_RDWR)
-    for each in foreign_callers:
-        each.close()
-
-
 def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address():
     def body(group):
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -17,7 +16,7 @@ from kos.cuda import driver
 from kos.errors import KosError, RankLost
 from kos.memory import Array
 from tests.comm.fake_nccl import alone, launching_alone
-from tests.comm.ranks import TIMEOUT
+from tests.comm.ranks import TIMEOUT, until
 from tests.comm.tcp_ranks import SECRET, free_port, run_threads
 
 TIMES = 40
@@ -100,12 +99,8 @@ def test_communicators_of_tcp_leave_nothing_open(how, memory):
 
     others = {*threading.enumerate()}
     descriptors, maps = make(3)  # also what is made once for a process
-    found = make(TIMES // 2)
-    deadline = time.monotonic() + TIMEOUT
-    while (found[0] > descriptors or found[1] > maps) and time.monotonic() < deadline:
-        time.sleep(0.05)  # threads that end close theirs
-        found = left()
-    assert found[0] <= descriptors and found[1] <= maps
+    make(TIMES // 2)
+    until(lambda: left()[0] <= descriptors and left()[1] <= maps)  # threads that end close theirs
 
 
 class _Events:

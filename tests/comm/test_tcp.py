@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kos.comm.control import wire as tcp
-from kos.comm.control.secret import load_secret
+from kos.comm.control.identity import load_secret
 from kos.comm.control.wire import Connection, HandshakeError, Network, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import environment, errors_of, free_port, run_ranks, run_threads

@@ -6,8 +6,8 @@ import re
 import select
 import threading
 import time
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from kos.comm.host.tcp_messages import Peer
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout
 from tests.comm import test_conformance as conformance
 from tests.comm.ranks import on_each_rank, until
-from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_threads
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
 
@@ -103,12 +103,6 @@ def test_awaited_ranks_are_looked_up_under_the_lock():
     """Another thread of the program may advance the operations, and change the list of messages during the lookup."""
     held, asked = list[bool](), threading.Event()
 
-    def is_free(lock):
-        """Whether another thread could take the lock now."""
-        if free := lock.acquire(blocking=False):
-            lock.release()
-        return bool(free)
-
     def body(comm):
         if comm.rank:
             assert asked.wait(TIMEOUT)
@@ -117,8 +111,7 @@ def test_awaited_ranks_are_looked_up_under_the_lock():
         backend = comm.backend
 
         def late(call):
-            [free] = run_threads(partial(is_free, backend.engine.lock))
-            held.append(free is False)
+            held.append(backend.engine.lock._is_owned())
             if len(held) == 3:
                 asked.set()
             return Late()
@@ -130,31 +123,12 @@ def test_awaited_ranks_are_looked_up_under_the_lock():
     TCPRanks(2).run(body)
 
 
-class Epoll:
-    """As ``select.epoll``.  ``slept`` has the threads that have waited for an event."""
-
-    slept: ClassVar[list[threading.Thread]] = []
-    make = select.epoll
-
-    def __init__(self) -> None:
-        self.inner = self.make()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def poll(self, timeout: float) -> Any:
-        if timeout:
-            self.slept.append(threading.current_thread())
-        return self.inner.poll(timeout)
-
-
-def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
+def test_a_message_that_another_operation_has_read_ends_a_wait():
     """The first operation is polled before the message arrives, and the second one after.
 
     Then the wait must not sleep.
     """
     ask, sent = threading.Event(), threading.Event()
-    monkeypatch.setattr(select, "epoll", Epoll)
 
     def body(comm):
         if comm.rank:
@@ -163,7 +137,8 @@ def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
             sent.set()
             comm.send(np.ones(3), 0, 1)
             return
-        transport, me = comm.backend.transport, threading.current_thread()
+        transport = comm.backend.transport
+        transport.poller.epoll = epoll = Mock(wraps=transport.poller.epoll)
         first, second = (comm.recv(np.empty(3), 1, tag, async_op=True) for tag in (0, 1))
         polls, progress = list[int](), transport.poller.progress
 
@@ -173,18 +148,21 @@ def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
                 ask.set()
                 assert sent.wait(TIMEOUT)
                 assert select.select([transport.peers[1].link.sock], [], [], TIMEOUT)[0]
-                Epoll.slept.clear()
+                epoll.poll.reset_mock()
             progress()
+
+        def has_slept():
+            return any(call.args[0] for call in epoll.poll.call_args_list)
 
         transport.poller.progress = read
         first.wait()
-        assert me not in Epoll.slept
+        assert not has_slept()
         second.wait()
-        Epoll.slept.clear()
+        epoll.poll.reset_mock()
         transport.sleep(0.001)  # what has arrived since the last sleep may have ended an operation
-        assert me not in Epoll.slept
+        assert not has_slept()
         transport.sleep(0.001)
-        assert me in Epoll.slept
+        assert has_slept()
 
     TCPRanks(2).run(body)
 

@@ -3,12 +3,12 @@
 import contextlib
 import socket
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from kos.errors import CollectiveTimeout, KosError, RankLost
+from tests.comm.ranks import until
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, both_ranks, run_threads
 
 LONG = 32 << 20  # bytes: more than sockets hold
@@ -63,10 +63,7 @@ def test_a_group_is_aborted_while_the_receiver_of_a_long_message_grants_it():
         sender, receiver = run_threads(one.duplicate, other.duplicate)
         sender.send(np.ones(LONG, np.uint8), 1, async_op=True)
         work = receiver.recv(np.ones(LONG, np.uint8), 0, async_op=True)
-        until = time.monotonic() + TIMEOUT
-        while not receiver.backend.transport.peers[0].link.incoming:
-            receiver.backend.engine.poll()
-            assert time.monotonic() < until
+        until(lambda: receiver.backend.engine.poll() and receiver.backend.transport.peers[0].link.incoming)
         sender.abort()
         with pytest.raises(RankLost, match="rank 0 is gone"):
             work.wait()

@@ -38,9 +38,6 @@ FP32 = {"DTYPE": "float32", "WIDTH": 4}
 MATRICES = {"DTYPE": "bfloat16"}
 MUON = [b"muon_momentum", b"arrange", b"frobenius", b"normalize", b"muon_update"]
 ODD = {"DTYPE": "bfloat16", "WIDTH": 1}
-NORMS: list[dict[str, Any]] = [{}]
-"""Settings of ``Normalize``, one for each variant of the norms."""
-OF_NORMS = [Normalize(None, 1e-5, **settings).macros() for settings in NORMS]
 SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
 CACHE = [b"append", b"attend", b"merge"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
@@ -56,7 +53,7 @@ RULES = sorted({TrainConfig.from_preset(optimizer=name).update_rule().kernel for
 
 
 def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
-    """The kernels of norms with the macros that their operations ask for, of each of ``NORMS``."""
+    """The kernels of norms with the macros that their operations ask for."""
     launches = defaultdict[Any, dict[bytes, None]](dict)
 
     class Recorded(dry_run.DryCudaOps):
@@ -65,23 +62,22 @@ def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
 
     ops = Recorded(GPUS["H200"])
     arena = ops.make_arena()
-    for settings in NORMS:
-        for dtype, columns, centered in (
-            ("bfloat16", 4096, False), ("bfloat16", 37, False), ("float32", 8192, False), ("bfloat16", 768, True),
-        ):  # fmt: skip
-            x, vector, statistics = (ops.zeros(shape, dtype) for shape in ((512, columns), (columns,), (2, 512)))
-            bias = vector if centered else None
-            norm = Normalize(vector, 1e-5, bias, **settings)
-            ops.normalize(x, norm, x, statistics)
-            ops.normalize_backward(x, x, norm, statistics, x, vector, False, arena, bias)
-        for dtype, size, row, columns in (
-            ("bfloat16", 128, 4096, 3072), ("bfloat16", 80, 960, 720), ("float32", 10, 120, 80),
-            ("bfloat16", 5120, 15_360, 10_240),
-        ):  # fmt: skip
-            x, raw, vector = (ops.zeros(shape, dtype) for shape in ((512, row), (512, columns), (size,)))
-            norm = Normalize(vector, 1e-5, **settings)
-            ops.head_norm(x, norm, slice(0, 1), raw)
-            ops.head_norm_backward(raw, norm, slice(0, 1), x, vector, False, arena)
+    for dtype, columns, centered in (
+        ("bfloat16", 4096, False), ("bfloat16", 37, False), ("float32", 8192, False), ("bfloat16", 768, True),
+    ):  # fmt: skip
+        x, vector, statistics = (ops.zeros(shape, dtype) for shape in ((512, columns), (columns,), (2, 512)))
+        bias = vector if centered else None
+        norm = Normalize(vector, 1e-5, bias)
+        ops.normalize(x, norm, x, statistics)
+        ops.normalize_backward(x, x, norm, statistics, x, vector, False, arena, bias)
+    for dtype, size, row, columns in (
+        ("bfloat16", 128, 4096, 3072), ("bfloat16", 80, 960, 720), ("float32", 10, 120, 80),
+        ("bfloat16", 5120, 15_360, 10_240),
+    ):  # fmt: skip
+        x, raw, vector = (ops.zeros(shape, dtype) for shape in ((512, row), (512, columns), (size,)))
+        norm = Normalize(vector, 1e-5)
+        ops.head_norm(x, norm, slice(0, 1), raw)
+        ops.head_norm_backward(raw, norm, slice(0, 1), x, vector, False, arena)
     for (file, defines), names in launches.items():
         if file != "sums.cu":
             yield file, dict(defines), [*names]
@@ -123,11 +119,11 @@ CASES = [
     ("muon.cu", {"DTYPE": "float32", "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "float32", "COPY": 0}, MUON),
 ]
 EIGHT_BITS = [
-    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns, "STAGE": stage, **macros}
+    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns, "STAGE": stage}
     for stage, sources, copies in (
         (0, range(4), ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))),
         (1, [0], ((0, 0), (1, 0), (3, 0))), (2, [0], ((2, 2), (3, 3))),
-    ) for source in sources for rows, columns in copies for macros in (OF_NORMS if source == 3 else [{}])
+    ) for source in sources for rows, columns in copies
 ]  # fmt: skip
 
 

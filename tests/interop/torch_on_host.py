@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kos
-from kos.comm.control.store import store_rendezvous
+from kos.comm.control.bootstrap import store_rendezvous
 from tests.comm.fake_nccl import WAIT, Group, communicator
 
 DEVICE = torch.device("cuda", 0)

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from kos.train import machine, run
-from kos.train.data import documents, packing, pieces, prepared, token_files
+from kos.train import machine, source
+from kos.train.data import documents, loading, packing, pieces, tokens
 from kos.train.data.batches import Dataset, load_data
 from kos.train.layers import vocabulary
 from kos.train.model import initial
@@ -34,7 +34,7 @@ def _one_thread():
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("run", "elastic"):
+        for module in ("trainer", "elastic"):
             patch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
         yield
 
@@ -65,7 +65,7 @@ def small_buckets(monkeypatch):
 def small_pieces(monkeypatch):
     """A function: from its call on, short texts and few tokens are read, cut and packed as long ones are."""
     of_texts = (pieces, "PIECE", 37), (pieces, "PORTION", 99), (documents, "READ", 13)
-    of_tokens = (token_files, "SCANNED", 5), (packing, "CHUNK", 7)
+    of_tokens = (tokens, "SCANNED", 5), (packing, "CHUNK", 7)
 
     def use():
         for module, name, value in (*of_texts, *of_tokens):
@@ -77,7 +77,7 @@ def small_pieces(monkeypatch):
 @pytest.fixture
 def all_is_kept(monkeypatch):
     """What is read of data is kept for later starts, however little it is."""
-    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setattr(loading, "LEAST", 0)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def data_of(monkeypatch):
             loaded.append(kind(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)}))
             return loaded[-1]
 
-        monkeypatch.setattr(run, "load_data", load)
+        monkeypatch.setattr(source, "load_data", load)
         return loaded
 
     return use

@@ -18,8 +18,6 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.data.tokens import Tokens
 from tests.train.refusal import refused
 
-PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
-
 
 def documents(data: Any, val_data: Any = None, lines: Lines = TEXT) -> tuple[list[str], list[str]]:
     """The texts of the documents to train and to validate on, read and written as bytes."""

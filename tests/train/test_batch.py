@@ -8,10 +8,10 @@ import pytest
 
 from kos.memory.array import Array
 from kos.train.config.flags import parse
-from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, Tokens, load_data
 from kos.train.device.dry_run import DryCudaOps, DryOps
 from kos.train.model.model import Model
+from kos.train.ops.batch import Batch
 from kos.train.parallel.data import shard_batch
 from tests.train.emulated_runs import text, train
 from tests.train.host_kernels.engine import on_host

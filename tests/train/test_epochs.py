@@ -11,7 +11,7 @@ from kos.errors import CheckpointError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
-from kos.train.data.permutation import permuted
+from kos.train.data.mixture import permuted
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _losses, run
 from tests.train.sharded import tensors_of_run

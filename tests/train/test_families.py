@@ -21,7 +21,6 @@ from kos.train import checkpoint
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.gpt2 import GPT2Config
@@ -29,8 +28,9 @@ from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
-from kos.train.model.rope import RopeScaling
+from kos.train.model.shape import RopeScaling
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.batch import Batch
 from kos.train.parallel.mesh import Mesh
 from tests.packages import Package
 from tests.train.layouts import Precise, make_data

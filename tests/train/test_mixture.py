@@ -258,7 +258,7 @@ def test_other_sources_are_refused_when_a_run_resumes(folder, tmp_path, whole):
 
 def test_a_plan_of_layouts_and_shown_data(folder, capsys):
     plan.report([*flags(folder), "--plan", "--ranks=2"])
-    from kos.train.data import show
+    from kos.train.tools import show
 
     shown = show.report(parse(flags(folder, "--show-data=2", weights=("0.01", "1", "0.01"))))
     assert shown.count(" tokens count") == 6 and all(shown.count(f", of {name}: ") == 2 for name in names(folder))

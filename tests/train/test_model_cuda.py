@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kos.train.data.batch import Batch
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.numpy_optimizer import LearningRate
 from kos.train.optim import Optimizer

@@ -15,9 +15,8 @@ from kos.train.config.options import TrainConfig
 from kos.train.data import packing
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.packing import PackedTokens, best_fit, counted, make_plan, pack
-from kos.train.data.token_files import Shard
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.data.tokens import Tokens
+from kos.train.data.tokens import Shard, Tokens
 from kos.train.parallel.mesh import Layout
 from tests.train import emulated_runs, layouts
 from tests.train.corpora import overwrite, token_bytes

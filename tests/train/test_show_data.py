@@ -8,9 +8,9 @@ import pytest
 from kos.errors import CheckpointError
 from kos.train.__main__ import main
 from kos.train.config.flags import parse
-from kos.train.data import show
 from kos.train.data.batches import load_data
 from kos.train.tokenize import tokenize
+from kos.train.tools import show
 from tests.train.chat_templates import QWEN, bare
 from tests.train.refusal import refused
 from tests.train.runs import _config, run

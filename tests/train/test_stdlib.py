@@ -6,8 +6,7 @@ from pathlib import Path
 
 from kos.errors import DataError
 from kos.files import cache_folder
-from kos.train.data.corpus import read_corpus
-from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
+from kos.train.data.corpus import TRAIN, VAL, read_corpus, read_stdlib
 from tests.train.refusal import refused
 
 

@@ -5,7 +5,7 @@ srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` replace the ranks and the size.
 torchrun an agent uses that port: rank 0 then takes the first free one of the ``AGENT_PORTS`` ports after it, and the
 other ranks find it by the handshake.
 
-The ranks prove to each other that they know the job's secret: see ``kos.comm.control.secret``.
+The ranks prove to each other that they know the job's secret: see ``kos.comm.control.identity``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import publish
+from kos.comm.control.identity import load_secret
 from kos.comm.control.listening import bound
-from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
+from kos.comm.waits import wait
 from kos.environment import KOS_HOST
 from kos.errors import RendezvousError
 from kos.launcher import OF_OTHERS, VARIABLES
@@ -127,8 +128,10 @@ def _check_bound(place: Place) -> None:
 def _listen(network: Network, place: Place) -> socket.socket:
     """A listener at the first port that is free."""
     ports, name = place.ports, place.names[1]
-    deadline = time.monotonic() + BUSY_SECONDS
-    while True:
+    problem: OSError | None = None
+
+    def listen() -> socket.socket | None:
+        nonlocal problem
         for port in ports:
             try:
                 return network.listen(port)
@@ -136,10 +139,12 @@ def _listen(network: Network, place: Place) -> socket.socket:
                 problem = error
                 if error.errno != errno.EADDRINUSE:
                     raise RendezvousError(f"{name}: rank 0 cannot listen at {port}: {error}") from error
-        if time.monotonic() >= deadline:
-            tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
-            raise RendezvousError(
-                f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
-                "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
-            ) from problem
-        time.sleep(0.05)
+        return None
+
+    if (listener := wait(listen, time.monotonic() + BUSY_SECONDS, pause=0.05)) is None:
+        tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+        raise RendezvousError(
+            f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
+            "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
+        ) from problem
+    return listener

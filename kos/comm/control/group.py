@@ -38,12 +38,10 @@ from kos.comm.control.hub import (
     silent_ranks,
     stop,
 )
-from kos.comm.control.identity import hold
-from kos.comm.control.inbox import Inbox
+from kos.comm.control.identity import hold, load_secret
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
-from kos.comm.control.notices import Channel
+from kos.comm.control.notices import Channel, Inbox
 from kos.comm.control.peers import connect_all, unreached
-from kos.comm.control.secret import load_secret
 from kos.comm.control.thread_rendezvous import ThreadGroup
 from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, Network, copied, drive, is_loopback
 from kos.comm.failures import Late

@@ -29,6 +29,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
+from kos.comm.waits import wait
 from kos.errors import KosError, RendezvousError, ignored, to_record
 from kos.files import lack_of_files, lacks_files
 
@@ -402,10 +403,12 @@ def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
     ``sock`` is the connection to the hub.  Waits until the other side has acknowledged what was sent, or counts as cut
     off, for at most ``_ACKNOWLEDGE_SECONDS``.  A stopped process does not delay this, as its host acknowledges.
     """
-    deadline = time.monotonic() + _ACKNOWLEDGE_SECONDS
-    while not (cut_off := is_cut_off(sock)) and holds_data(sock, termios.TIOCOUTQ) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return failures.on_hosts_of([0]) if cut_off else [0]
+
+    def is_decided() -> bool:
+        return is_cut_off(sock) or not holds_data(sock, termios.TIOCOUTQ)
+
+    wait(is_decided, time.monotonic() + _ACKNOWLEDGE_SECONDS, pause=0.01)
+    return failures.on_hosts_of([0]) if is_cut_off(sock) else [0]
 
 
 def look_beside_hub(failures: FailureLog, addresses: Sequence[tuple[str, int]]) -> None:

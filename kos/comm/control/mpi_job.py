@@ -3,6 +3,11 @@
 An MPI job in which one rank dies of a Python exception hangs: the others wait for it.  After ``guard_job`` an uncaught
 exception on any rank, in any thread, ends all ranks at once.  A rank that aborted its communicator and exits also ends
 the job, unless the other ranks exit within ``_EXIT_GRACE`` seconds.
+
+MPI_Init has no timeout: it returns once all ranks of the job have called it.  Called through ctypes, it does not hold
+Python's lock, so a thread can watch it.  Nothing makes MPI_Init return.  At the timeout that thread reports the missing
+ranks and ends the process with ``EXIT_CODE``.  Ranks that have come are known to the others of their host by an
+abstract Unix socket, which ends with the process.  Their exit handlers use another one (``arrived``).
 """
 
 from __future__ import annotations
@@ -10,25 +15,118 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import hashlib
 import importlib
+import importlib.util
 import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
-from kos.comm.control import mpi_start
+from kos.comm import timeouts
 from kos.comm.control.grow import GRACE_SECONDS
-from kos.comm.waits import Backoff, wait_until
-from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
-from kos.launcher import OF_MPI, under_mpirun
+from kos.comm.control.identity import job
+from kos.comm.waits import Backoff, wait
+from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install, ranks_in_words
+from kos.launcher import OF_MPI, launched_place, under_mpirun
+
+EXIT_CODE = 69
+"""Of a process that MPI_Init kept beyond the timeout: EX_UNAVAILABLE of sysexits.h."""
+TURN_SECONDS = 0.5
+"""How much later than the rank before a rank ends the job: Open MPI 5 ends the others 0.25 s after an exit."""
+_LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # of Open MPI and MPICH
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def start(rc: Any, timeout: float | None) -> None:
+    """Call MPI_Init with the thread level of ``rc``, mpi4py's settings, before mpi4py would.
+
+    ``timeout`` in seconds; None waits forever.  Does nothing where mpi4py is missing, or its MPI is another than Open
+    MPI or MPICH, or where the program has called MPI_Init.  Raises OSError if the MPI library cannot be loaded.
+    """
+    spec = importlib.util.find_spec("mpi4py.MPI")
+    if spec is None or spec.origin is None or "mpiabi" in spec.origin:  # the MPI ABI numbers thread levels otherwise
+        return
+    threads, name = (
+        os.environ.get(f"MPI4PY_RC_{key.upper()}", getattr(rc, key, "")) for key in ("threads", "thread_level")
+    )
+    level = 0 if str(threads).lower() in ("0", "no", "false") else _LEVELS.get(name, 3)
+    library, begun = ctypes.CDLL(spec.origin), ctypes.c_int()
+    library.MPI_Initialized(ctypes.byref(begun))
+    if begun.value:
+        return
+    rank, size = launched_place()
+    returned, deciding = threading.Event(), threading.Lock()
+    with arrived(rank, "start"):
+        if timeout is not None:
+            given = returned, deciding, timeout, rank, size, sys._getframe()
+            threading.Thread(target=_watch, args=given, name="kos-mpi-start", daemon=True).start()
+        library.MPI_Init_thread(None, None, 3 if rc.initialize is False else level, ctypes.byref(ctypes.c_int()))
+        with deciding:  # else that thread ends the process
+            returned.set()
+
+
+def arrived(rank: int, where: str) -> socket.socket:
+    """A socket by which the other ranks of this host know, while it is open, that this rank has reached ``where``."""
+    here = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if sys.platform == "linux":
+        with suppress(OSError):
+            here.bind(_name(rank, where))
+    return here
+
+
+def _name(rank: int, where: str) -> str:
+    return f"\0kos-mpi-{hashlib.sha256(job().encode()).hexdigest()[:32]}-{where}-{rank}"
+
+
+def _watch(
+    returned: threading.Event, deciding: threading.Lock, timeout: float, rank: int, size: int, frame: FrameType
+) -> None:
+    """End this process, unless MPI_Init has ``returned`` by the timeout and this rank's turn."""
+    if not returned.wait(timeout + min(rank, 8) * TURN_SECONDS):
+        with deciding:
+            if not returned.is_set():
+                _end(timeout, rank, size, frame)
+
+
+def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
+    """Report the missing ranks, and end this process."""
+    text, trace = timeouts.unstarted(timeout, missing(rank, size, "start")), None
+    error = RendezvousError(f"rendezvous: start: {text}")
+    while frame is not None:
+        trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
+    with suppress(OSError, ValueError, AttributeError):  # closed streams
+        sys.stderr.write(f"rank {rank}: {describe(error.with_traceback(trace))[0]}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    os._exit(EXIT_CODE)
+
+
+def missing(rank: int, size: int, where: str) -> str:
+    """The names of the ranks that have not reached ``where``; "" if some ranks may be on other hosts."""
+    ranks = [other for other in range(size) if other != rank and not _has_come(other, where)]
+    local = next((os.environ[name] for name in _LOCAL_SIZE if name in os.environ), "")
+    known = ranks and local == str(size) and job() and sys.platform == "linux"
+    return ranks_in_words(ranks) if known else ""
+
+
+def _has_come(rank: int, where: str) -> bool:
+    """Whether the rank, which is on this host, has reached ``where``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, suppress(OSError):
+        sock.connect(_name(rank, where))
+        return True
+    return False
+
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +174,7 @@ def _start_mpi(process_hooks: bool, timeout: float | None) -> Any:
     try:
         rc = importlib.import_module("mpi4py").rc
         finalizes = rc.finalize is not False  # else the program does
-        mpi_start.start(rc, timeout)
+        start(rc, timeout)
         if first and process_hooks:  # mpi4py's own finalizer would also run in forked processes, and wait there forever
             rc.finalize = False
         # By name: static importers see a compiled module without a matching platform as missing.
@@ -120,7 +218,7 @@ def wait_request(request: Any, timeout: float | None, look: Callable[[], None] =
     Meanwhile ``look`` is called, which may raise.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    if not (done := bool(wait_until(request.Test, deadline, look, Backoff().pause))):
+    if not (done := bool(wait(request.Test, deadline, look, Backoff().pause))):
         keep_unfinished(request)
     return done
 
@@ -233,7 +331,7 @@ def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Calla
     line, frames = describe(error)
     sys.stderr.write(f"rank {world.rank}: {line}\n")
     sys.stderr.flush()
-    time.sleep(min(world.rank, 8) * mpi_start.TURN_SECONDS)  # the first rank ends the job before others print frames
+    time.sleep(min(world.rank, 8) * TURN_SECONDS)  # the first rank ends the job before others print frames
     if own is not None:
         own()
     else:
@@ -262,7 +360,7 @@ def _exit_job() -> None:
         return
     goes_on, world = fault_tolerant(), MPI.COMM_WORLD
     with contextlib.suppress(OSError):  # no file descriptor is left; other ranks then report this rank as missing
-        _at_exit.append(mpi_start.arrived(world.rank, "exit"))
+        _at_exit.append(arrived(world.rank, "exit"))
     grace = _EXIT_GRACE if goes_on or starting or abort_code is not None else None
     together, began = False, time.monotonic()
     with contextlib.suppress(MPI.Exception):  # a late rank may make other calls, and one may be lost
@@ -275,7 +373,7 @@ def _exit_job() -> None:
     else:
         time.sleep(max(began + (grace or 0.0) - time.monotonic(), 0.0))  # others still report what they have met
         why = "exits" if abort_code is None else "aborted its communicator by an exception"
-        late = mpi_start.missing(world.rank, world.size, "exit") or "other ranks"
-        time.sleep(min(world.rank, 8) * mpi_start.TURN_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
+        late = missing(world.rank, world.size, "exit") or "other ranks"
+        time.sleep(min(world.rank, 8) * TURN_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
         log.critical("rank %d of %d ends the job: it %s and %s did not end", world.rank, world.size, why, late)
         _end_job(abort_code or 1)

@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kos.comm import timeouts
+from kos.comm import timeouts, waits
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import Place, job_rendezvous
 from kos.comm.control.offers import exchange_offer, place_by, unreachable
 from kos.comm.failures import FailureLog, Late
-from kos.comm.waits import call_with_timeout
-from kos.errors import BackendUnavailable, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class MPIRanks:
             tag = int.from_bytes(hashlib.sha256(name).digest()[:3], "big")
             create = partial(self.shared.Create_group, self.shared.Get_group().Incl(self.ranks), tag)
             look = look_for_lost(rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
-            wait = partial(call_with_timeout, create, rendezvous.timeout, look)
+            wait = partial(waits.call_with_timeout, create, rendezvous.timeout, look)
             self._own = wait_for_all(rendezvous, "create", wait)[0]
         return self._own
 
@@ -101,14 +100,17 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
             if outcome := wait():
                 return outcome
         except mpi_job.load_mpi().Exception as error:
-            why, deadline = f"{what}: MPI: {error.Get_error_string()}", time.monotonic() + NAMING_SECONDS
-            while time.monotonic() < deadline:
+            why = f"{what}: MPI: {error.Get_error_string()}"
+
+            def find_lost() -> KosError | None:
                 for gone in (*rendezvous.deaths(), *failures.suspects()):
-                    raise failures.lost(gone, why, "rendezvous") from error
+                    return failures.lost(gone, why, "rendezvous")
                 for gone in failures.status.gone():  # MPI fails too if a rank is lost that is not in the group
-                    raise RankLost(f"rendezvous: rank {gone} of world is gone: {why}", ranks=[gone]) from error
-                time.sleep(0.001)
-            raise RankLost(f"rendezvous: {why}") from error
+                    return RankLost(f"rendezvous: rank {gone} of world is gone: {why}", ranks=[gone])
+                return None
+
+            lost = waits.wait(find_lost, time.monotonic() + NAMING_SECONDS)
+            raise lost or RankLost(f"rendezvous: {why}") from error
         others = [each for each in range(size) if each != rank]
         named = failures.names(others, False) if size <= FEW else f"all other {size - 1} ranks"
         waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)

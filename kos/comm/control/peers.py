@@ -11,7 +11,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.wire import Connection, admit_all
 from kos.comm.failures import FailureLog
-from kos.comm.waits import wait_until
+from kos.comm.waits import wait
 from kos.errors import KosError, RendezvousError
 from kos.files import lacks_files
 
@@ -55,7 +55,7 @@ def connect_all(
 def _await_report(group: Any, peer: int) -> None:
     """Raise the failure that a rank reports within ``_REPORT_SECONDS``: it may be why that rank was not reached."""
     ended = partial(group.failures.status.ended, group.failures.world[peer])
-    wait_until(ended, time.monotonic() + _REPORT_SECONDS, group.look_for_failure)
+    wait(ended, time.monotonic() + _REPORT_SECONDS, group.look_for_failure)
 
 
 def unreached(failures: FailureLog, peer: int, error: Exception) -> KosError:

@@ -26,6 +26,7 @@ from kos.comm.host.tcp_messages import CALL, CLOSED_HERE, NO_CALL, REASON_LENGTH
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
+from kos.comm.waits import wait
 from kos.comm.work import Engine, Work
 from kos.errors import KosError, to_record
 
@@ -42,7 +43,7 @@ class Poller:
     """All connections of this rank, over a communicator and its splits; a wait polls all of them."""
 
     def __init__(self) -> None:
-        self._epoll, self._events = select.epoll(), 0
+        self.epoll, self._events = select.epoll(), 0
         self._ready: list[tuple[int, int]] = []  # what the last ``pause`` has found, which may be handled since
         # Weak: connections end with their communicator, and epoll removes closed sockets.
         self._links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -50,18 +51,18 @@ class Poller:
     def add(self, link: Any) -> None:
         """Poll the connection ``link.sock``: of a Link, or the Channel of a group."""
         self._links[link.sock.fileno()] = link
-        self._epoll.register(link.sock, select.EPOLLIN)
+        self.epoll.register(link.sock, select.EPOLLIN)
 
     def want_write(self, link: Link, wanted: bool) -> None:
-        self._epoll.modify(link.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+        self.epoll.modify(link.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def remove(self, link: Any) -> None:
         del self._links[link.sock.fileno()]
-        self._epoll.unregister(link.sock)
+        self.epoll.unregister(link.sock)
 
     def progress(self) -> None:
         """Read and write without waiting."""
-        ready, self._ready = self._ready or self._epoll.poll(0), []
+        ready, self._ready = self._ready or self.epoll.poll(0), []
         for descriptor, _ in ready:
             self._events += 1
             if (link := self._links.get(descriptor)) is not None:
@@ -78,7 +79,7 @@ class Poller:
         operation was polled.  An event that was not handled keeps its socket ready.
         """
         if mark is None or mark == self._events:
-            self._ready = self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
+            self._ready = self.epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
 class TCPTransport(Backend):
@@ -281,19 +282,20 @@ class TCPTransport(Backend):
     def _disconnect(self, why: str, cause: KosError | None) -> None:
         """Report why, and close all connections."""
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
-            self._linger(lambda: self.mismatched and self.failures.earliest is None)
+            self._linger(lambda: not self.mismatched or self.failures.earliest is not None)
             data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
             for rank, peer in self.peers.items():
                 if self._complete and why == WHY_CLOSED:  # a rank that waits in another call reports both
                     self.describe(rank, self._complete[-1])
                 peer.send_close(data)
-            self._linger(lambda: any(peer.busy for peer in self.peers.values()))
+            self._linger(lambda: not any(peer.busy for peer in self.peers.values()))
             self.poller.progress()  # if data is unread, Linux closes by a reset, and discards what is not sent yet
             for peer in self.peers.values():
                 peer.close()
 
-    def _linger(self, needed: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while needed() and time.monotonic() < deadline:
+    def _linger(self, over: Callable[[], bool]) -> None:
+        def pause() -> None:
             self.poller.pause(seconds=0.001)
             self.poller.progress()
+
+        wait(over, time.monotonic() + _CLOSE_SECONDS, pause=pause)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import kos
 from kos.comm import timeouts
 from kos.comm.arguments import check_timeout
-from kos.comm.control.store import store_rendezvous
+from kos.comm.control.bootstrap import store_rendezvous
 from kos.comm.operation import ANY
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.launch import Call, Recording, run

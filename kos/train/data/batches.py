@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 from kos.errors import DataError, plural
 from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.corpus import Corpus, Show, errors_with, read_corpus
 from kos.train.data.loading import lines_of, load_tokens
-from kos.train.data.mixture import Mixture, mix
+from kos.train.data.mixture import Mixture, mix, permuted
 from kos.train.data.packing import PackedTokens, Packing, pack
-from kos.train.data.permutation import permuted
 from kos.train.data.tokenizers import Tokenizer
 from kos.train.data.tokens import Tokens
+from kos.train.ops.batch import Batch
 from kos.train.parallel.mesh import Axis
 
 EVAL_BATCH_TOKENS = 16_384
@@ -41,6 +40,29 @@ QUESTIONS = 100
 
 SAMPLED = 256
 """Sequences in which tokens are counted that lack the beginning of their document."""
+
+
+class Batches(Protocol):
+    """Where a device takes the batches of its steps from: a ``Dataset``, or ``OwnBatches`` of the program."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the batch of the next step may be read before a step is over."""
+        ...
+
+    def read(self, step: int) -> tuple[str, ...]:
+        """Get the batch of ``step`` ready.  Returns the fields of ``Batch`` that all batches have.  Collective."""
+        ...
+
+    def micro_batches(self, step: int, rows_of_each: Sequence[range], dp: Axis) -> tuple[list[Batch], float]:
+        """This rank's micro-batches of a step, and what sums of losses and gradients in each are divided by.
+
+        That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
+        so that their mean is the step's.  It is infinite if all targets are left out: gradients are then
+        0, and optimizers make no update. With ``compress``, what such a step sends of the residuals is lost. Collective
+        over ``dp`` if targets are masked.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,6 @@ class Dataset:
     """Whether there is training data."""
 
     ahead = True
-    """Whether the batch of the next step may be read before a step is over."""
 
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
@@ -165,9 +186,8 @@ class Dataset:
         """The names of all validation losses.  That of a mixture is computed from those of its sources."""
         return [*dict.fromkeys([*["val_loss"] * bool(self.validated), *self.evaluated])]
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Those of ``Batch`` that all batches have."""
+    def read(self, step: int) -> tuple[str, ...]:
+        """See ``Batches``.  Any batch can be read at any time."""
         return ("tokens", "targets", *["document_starts"] * self.packs)
 
     @property
@@ -307,13 +327,7 @@ class Dataset:
         return (len(tokens) - 1) // self.seq_len
 
     def micro_batches(self, step: int, rows_of_each: Sequence[range], dp: Axis) -> tuple[list[Batch], float]:
-        """This rank's micro-batches of a step, and what sums of losses and gradients in each are divided by.
-
-        That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
-        so that their mean is the step's.  It is infinite if all targets are left out: gradients are then
-        0, and optimizers make no update. With ``compress``, what such a step sends of the residuals is lost. Collective
-        over ``dp`` if targets are masked.
-        """
+        """See ``Batches``."""
         own = [self.rows(step, each) for each in rows_of_each]
         count: float = self.tokens_in(step + 1) - self.tokens_in(step)
         if self.masks_targets:
@@ -334,6 +348,8 @@ class Dataset:
 
     def describe(self) -> str:
         """One phrase for the log."""
+        if not (self.train.size or self.val.size):
+            return f"{self.name} ({self.tokenizer.name})"
         return f"{self.train.size:,} + {self.val.size:,} tokens of {self.name} ({self.tokenizer.name})"
 
     def _error(self, tokens: Tokens, expected: str, got: object) -> DataError:

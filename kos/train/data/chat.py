@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from kos.errors import ConfigError, DataError, install
-from kos.train.data.lost import Span, lost
-from kos.train.data.messages import COUNTING, JSON, REASONING, check_arguments, checked, counts
+from kos.train.data.messages import COUNTING, JSON, REASONING, Span, check_arguments, checked, counts, lost
 
 MARK = "\ud800"
 """Half of a surrogate pair, which no valid text contains.

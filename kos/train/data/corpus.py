@@ -6,6 +6,8 @@ import glob
 import logging
 import os
 import re
+import sysconfig
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
-from kos.train.data import HOLD_OUT
+from kos.train.config import HOLD_OUT
 from kos.train.data.documents import (
     OPENERS,
     TEXT,
@@ -28,9 +30,8 @@ from kos.train.data.documents import (
     kind_of,
     open_documents,
 )
-from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
-from kos.train.data.token_files import VOCAB_SIZES, is_tokenized, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
+from kos.train.data.tokens import VOCAB_SIZES, is_tokenized, mask_of, open_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -396,3 +397,19 @@ def _is_run(folder: Path) -> bool:
 
 def _is_checkpoint(folder: Path) -> bool:
     return (folder / "manifest.json").is_file() and (folder / SAVED).is_file()
+
+
+_FILES = tomllib.loads(Path(__file__).with_name("stdlib.toml").read_text("utf-8"))
+TRAIN, VAL = tuple(_FILES["train"]), tuple(_FILES["val"])
+
+
+def read_stdlib(root: Path | None = None) -> tuple[list[str], list[str]]:
+    """The training and the held-out files, as text, in a fixed order.  DataError if this Python lacks them."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    try:
+        train, val = ([(root / f"{name}.py").read_text("utf-8") for name in names] for names in (TRAIN, VAL))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"--data stdlib: expected this Python to ship its sources, got {error}; give --data PATH"
+        ) from None
+    return train, val

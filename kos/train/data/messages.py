@@ -1,10 +1,10 @@
-"""Checks the messages of a chat, and gives them kos's names of keys and roles."""
+"""Checks the messages of a chat, gives them kos's names of keys and roles, and finds what a template leaves out."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,13 @@ def checked(number: int, given: Any, where: str, uses: Callable[[str], bool], pa
     if role not in ROLES:
         how = "; write the role 'tool'" * (role == "function")
         raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}{how}")
-    if isinstance(content, list) and [isinstance(each, dict) and each.get("type") for each in content] == ["text"]:
-        message["content"] = content[0].get("text")
-        if message["content"] is None:
+    parts = content if isinstance(content, list) else []
+    texts = [each.get("text") for each in parts if isinstance(each, dict) and each.get("type") == "text"]
+    if texts and len(texts) == len(parts):
+        if texts == [None]:
             del message["content"]
+        elif all(isinstance(each, str) for each in texts):
+            message["content"] = "".join(map(str, texts))
     if wrong := _wrong_content(message, number):
         raise DataError(f"{where}: expected {wrong}")
     if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
@@ -90,7 +93,7 @@ def _wrong_content(message: Mapping[str, Any], number: int) -> str:
     if content is None:
         return f"content{' or tool_calls' * assistant} in message {number}, got {'neither' if assistant else 'none'}"
     if isinstance(content, list):
-        return f"one text as the content of message {number}, got a list of parts: {reprlib.repr(content)}"
+        return f"text, or a list of parts of text, as the content of message {number}, got {reprlib.repr(content)}"
     return f"text as the content of message {number}, got {reprlib.repr(content)}; write it as a string of JSON"
 
 
@@ -125,3 +128,35 @@ def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise DataError(f"{where}: expected JSON as the value from function_call, got {got}") from None
     functions = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
     return {**given, "role": "assistant", "content": None, "tool_calls": functions}
+
+
+Span = tuple[int, int]
+
+
+def lost(whole: str, messages: Sequence[Mapping[str, Any]], turns: Mapping[int, Span]) -> dict[int, str]:
+    """Compare the messages of a chat with ``whole``, the text that the template makes of them.
+
+    Returns the incomplete messages: the number of each, and the field of which ``whole`` lacks a part.  ``turns`` maps
+    the number of each answer to check to the (start, stop) of its text in ``whole``.  Messages of all other roles are
+    checked too.  Answers that are not in ``turns`` are not checked: a template may leave out their text.
+    """
+    found = dict[int, str]()
+    for number, message in enumerate(messages, 1):
+        answer = message["role"] == "assistant"
+        if answer and number not in turns:
+            continue
+        text = whole[slice(*turns[number])] if answer else whole
+        for key in ("content", *["reasoning_content"] * answer):
+            if not _has(text, message.get(key) or ""):
+                found.setdefault(number, key)
+    return found
+
+
+def _has(text: str, content: str) -> bool:
+    """Whether ``content`` is in ``text``, either unchanged or escaped as in a JSON string.  Spaces are ignored."""
+    content = content.strip()
+    if content in text:
+        return True
+    forms = content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+    kept = "".join(text.split())
+    return any("".join(form.split()) in kept for form in forms)

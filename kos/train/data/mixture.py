@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import DataError, plural
-from kos.train.data.batch import Batch
 from kos.train.data.tokens import Tokens
+from kos.train.ops.batch import Batch
 
 
 class Source(Protocol):
@@ -160,3 +160,29 @@ def mix(sources: Mapping[str, float], parts: Sequence[Any]) -> Any:
         packing=None, mixture=mixture, trained_on=lines("trained_on"),
         held_out=lines("held_out"), note=lines("note"), fingerprint=hashlib.sha256(about.encode()).hexdigest(),
     )  # fmt: skip
+
+
+ROUNDS = 8
+
+
+def permuted(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Where the permutation of range(``size``) that belongs to ``seed`` and ``epoch`` sends ``indices``."""
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(ROUNDS)
+    x = np.array(indices, np.uint64)
+    beyond = np.ones(len(x), np.bool_)
+    while beyond.any():
+        left, right = x[beyond] >> half, x[beyond] & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right + key) & mask)
+        x[beyond] = left << half | right
+        beyond = x >= size
+    return x.astype(np.int64)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), modulo 2**64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -18,10 +18,10 @@ import numpy as np
 from kos.errors import ConfigError, DataError, InvalidArgument, KosError, SettingError
 from kos.train.config import flag_of
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.batches import LEFT_OUT, Dataset, counted
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.data.tokens import Tokens
+from kos.train.ops.batch import Batch
 from kos.train.parallel.failures import answers_of_all, on_every_rank
 from kos.train.parallel.mesh import Axis, Mesh
 
@@ -37,7 +37,7 @@ class OwnBatches:
     """Reads the iterable ``batches``, or the batch in ``given``.  A step that is repeated gets the same batch again."""
 
     ahead = False
-    """Whether the batch of the next step may be read during this step: no, because it may depend on the weights."""
+    """The batch of the next step may depend on the weights."""
 
     mesh: Mesh
     """The mesh of the device that currently reads the batches."""
@@ -96,20 +96,20 @@ class OwnBatches:
         self._batches.load_state_dict(states[rank if rows == "own" else 0])  # type: ignore[attr-defined]
 
     def micro_batches(self, step: int, rows_of_each: Sequence[range], dp: Axis) -> tuple[list[Batch], float]:
-        """As ``Dataset.micro_batches``.  Raises as ``read`` does."""
+        """See ``Batches``.  Raises as ``read`` does."""
         self.read(step)
         first = 0 if self.rows == "all" else rows_of_each[0].start
         own = [self._batch.rows(slice(rows.start - first, rows.stop - first)) for rows in rows_of_each]
         return own, (self._count or math.inf) * len(rows_of_each[0]) / self._config.batch_size
 
-    def read(self, step: int) -> None:
-        """Read the batch of ``step``, together with the other ranks.
+    def read(self, step: int) -> tuple[str, ...]:
+        """Read the batch of ``step``, together with the other ranks.  Returns ``fields``.
 
         Raises EndOfBatches if a rank has no batch.  Raises DataError if a batch has an unexpected shape, value or
         field, or differs between ranks that must have the same batch.  If one rank raises, all ranks do.
         """
         if step == self._step and self.given is None:
-            return
+            return self.fields
         rows = self._config.batch_size // (1 if self.rows == "all" else self.mesh.dp.size)
 
         def take() -> str:
@@ -139,6 +139,7 @@ class OwnBatches:
         if "none" in answers:
             raise on_every_rank(EndOfBatches(f"batch of step {step + 1}: expected one more, got none"))
         self._step, self._count = step, _total(answers)
+        return self.fields
 
     def checked(self, batches: Iterable[Batch]) -> list[Batch]:
         """Checked copies of validation batches of any size.  DataError as ``read``, or if no target counts."""
@@ -215,17 +216,7 @@ def _total(answers: Iterable[str]) -> int:
     return sum(int(answer.split()[1]) for answer in answers)
 
 
-class OwnData(Dataset):
-    """The dataset of a run whose program passes the batches: it has a tokenizer, and nothing else."""
-
-    def __post_init__(self) -> None:
-        """There are no tokens to check."""
-
-    def describe(self) -> str:
-        return f"{self.name} ({self.tokenizer.name})"
-
-
-def own_data(config: TrainConfig, weights: str | None = None) -> OwnData:
+def own_data(config: TrainConfig, weights: str | None = None) -> Dataset:
     """The dataset of a run whose program passes the batches.  ``weights`` is as for ``load_data``.
 
     Raises ConfigError if the run has neither a tokenizer nor a vocabulary, and DataError if the tokenizer cannot encode
@@ -239,7 +230,7 @@ def own_data(config: TrainConfig, weights: str | None = None) -> OwnData:
         raise ConfigError(f"--tokenizer: expected {expected}, got {spec}").about("tokenizer", "vocab_size")
     tokenizer: Tokenizer = NumberTokenizer(config.model.vocab_size or 0) if spec == "auto" else make_tokenizer(spec)
     tokenizer.encode(config.prompt)  # DataError before the run, not after it
-    return OwnData(
+    return Dataset(
         name=name, train=none, val=none, tokenizer=tokenizer, seed=config.seed, batch_size=config.batch_size,
-        seq_len=config.seq_len, eval_batches=0, fingerprint=name,
+        seq_len=config.seq_len, eval_batches=0, fingerprint=name, trains=False,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kos.errors import plural
 from kos.files import replace_file
-from kos.train.data.permutation import permuted
+from kos.train.data.mixture import permuted
 from kos.train.data.tokens import Tokens
 
 _log = logging.getLogger(__name__)

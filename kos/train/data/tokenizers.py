@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
-from kos.train.data.cuts import ANYWHERE, adds_to_start, where_to_cut
-from kos.train.data.pieces import Documents, Piece, pieces_of, portions
+from kos.train.data.pieces import ANYWHERE, Documents, Piece, adds_to_start, pieces_of, portions, where_to_cut
 from kos.train.data.tokenizer_classes import by_class
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint

@@ -23,7 +23,7 @@ class Norm:
         """Whether something besides the next product reads the normed rows."""
 
     def placements(self) -> dict[str, Placement]:
-        return {self.name: Placement((self.size,), initial=Normalize(None, **self.asked).initial)}
+        return {self.name: Placement((self.size,), initial=1.0)}
 
     def asks(self, ctx: PassContext) -> Normalize:
         """What this norm asks of the operations."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.data.batch import Batch
+from kos.train.ops.batch import Batch
 from kos.train.ops.norm import Normalize
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor
@@ -297,9 +297,9 @@ class Ops(Protocol):
         """out (F,) = sum of the rows of x (N, F): a bias's gradient."""
 
     def normalize(self, x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
-        """RMSNorm: out (N, D) = x rstd scale.  With a bias LayerNorm: out = (x - mean) rstd scale + bias.
+        """RMSNorm: out (N, D) = x rstd weight.  With a bias LayerNorm: out = (x - mean) rstd weight + bias.
 
-        The scale of a norm is ``Normalize.scale``.  ``statistics`` are kept for the backward: rstd (N,) = 1 /
+        ``statistics`` are kept for the backward: rstd (N,) = 1 /
         sqrt(mean(x^2) + eps), or those of LayerNorm, (2, N): rstd of x - mean, and mean.
         """
 

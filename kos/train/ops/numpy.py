@@ -17,8 +17,8 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.data.batch import Batch
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled, compiled, of_function
+from kos.train.ops.batch import Batch
 from kos.train.ops.norm import Normalize
 from kos.train.ops.numpy_attention import add_keys_and_values as add_keys_and_values
 from kos.train.ops.numpy_attention import append_to_cache as append_to_cache

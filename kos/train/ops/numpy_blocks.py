@@ -112,7 +112,7 @@ def normalize_backward(
 
 def _rms_norm(x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
     _reciprocal_rms(x, norm.eps, rstd)
-    scale = norm.scale
+    scale = norm.weight
     for rows in blocks(*x.shape):
         np.multiply(x[rows], scale, out=out[rows])
         out[rows] *= rstd[rows, None]
@@ -122,7 +122,7 @@ def _rms_norm_backward(
     d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
 ) -> None:
     """With p = d_out x: d_weight = rstd^T p, and mean(d_out scale x rstd) = rstd (p scale) / D."""
-    (rows_count, width), scale = x.shape, norm.scale
+    (rows_count, width), scale = x.shape, norm.weight
     with arena.scope():
         product = arena.take(x.shape, x.dtype)
         slope = arena.take((rows_count,), x.dtype)
@@ -142,7 +142,7 @@ def _rms_norm_backward(
 
 
 def _layer_norm(x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
-    (rstd, mean), scale = statistics, norm.scale
+    (rstd, mean), scale = statistics, norm.weight
     np.mean(x, axis=1, out=mean)
     np.subtract(x, mean[:, None], out=out)
     _reciprocal_rms(out, norm.eps, rstd)
@@ -156,7 +156,7 @@ def _layer_norm_backward(
     d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
     accumulate: bool, arena: Arena,
 ) -> None:  # fmt: skip
-    (rstd, mean), scale = statistics, norm.scale
+    (rstd, mean), scale = statistics, norm.weight
     width = x.shape[-1]
     with arena.scope():
         normed = arena.take(x.shape, x.dtype)
@@ -181,7 +181,7 @@ def _layer_norm_backward(
 
 
 def head_norm(x: Array, norm: Normalize, heads: slice, raw: Array) -> None:
-    scale = norm.scale[:, None]
+    scale = norm.weight[:, None]
     for head, kept in zip(*(_heads(each, len(scale), heads) for each in (x, raw)), strict=True):
         np.copyto(kept, head)
         head *= _head_rstd(kept, norm.eps)
@@ -192,7 +192,7 @@ def head_norm_backward(
     raw: Array, norm: Normalize, heads: slice, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
 ) -> None:
     """With n = raw rstd: dx = rstd (dx scale - n mean(dx scale n)), d_weight = the sum of dx n."""
-    scale = norm.scale[:, None]
+    scale = norm.weight[:, None]
     if not accumulate:
         d_weight.fill(0)
     for d, kept in zip(*(_heads(each, len(scale), heads) for each in (dx, raw)), strict=True):

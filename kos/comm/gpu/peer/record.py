@@ -9,7 +9,7 @@ import numpy as np
 
 from kos.comm import timeouts
 from kos.comm.failures import EndedEarly, FailureLog, Late
-from kos.comm.waits import wait_until
+from kos.comm.waits import wait
 from kos.errors import CollectiveMismatch
 from kos.memory.pool import pinned_empty
 
@@ -98,7 +98,7 @@ class KernelRecord:
 
     def last_wait(self, seconds: float) -> str:
         """What a kernel that is being aborted waited for; searches for at most that long."""
-        if not wait_until(lambda: self.has_failed, time.monotonic() + seconds):
+        if not wait(lambda: self.has_failed, time.monotonic() + seconds):
             return "no kernel of this GPU was waiting"
         return f"the GPU waited for {self._failures.names([int(self.words[PEER])], False)} ({self._where()})"
 

@@ -27,8 +27,8 @@ from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.data.batch import Batch
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, CudaLoss, Mask, Scaled, of_function
+from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Columns, Matmul, row_of
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
@@ -283,7 +283,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
         self, x: Array, norm: Normalize, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
         self.normalize(x, norm, None, rstd)
-        fp8.quantize(self, x, norm.weight, rows, columns, arena, rstd, **norm.macros())
+        fp8.quantize(self, x, norm.weight, rows, columns, arena, rstd)
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, None, gate_up, rows, columns, arena)

@@ -40,11 +40,11 @@ def check_gpu(about: DeviceInfo) -> None:
 
 def quantize(
     ops: Any, x: Array | None, more: Array | None, rows: Scaled | None, columns: Scaled | None, arena: Arena,
-    rstd: Array | None = None, **macros: int,
+    rstd: Array | None = None,
 ) -> None:  # fmt: skip
     """``Ops.quantize`` of ``x``; with ``more``, gate_up, ``quantize_swiglu``, or of both ``quantize_swiglu_backward``.
 
-    With ``rstd`` of the RMSNorm of ``x``, ``more`` are its weights, and ``macros`` are of ``Normalize.macros``.
+    With ``rstd`` of the RMSNorm of ``x``, ``more`` are its weights.
     """
     n, f = more.shape if x is None else x.shape  # type: ignore[union-attr]
     f = f if x is not None else f // 2
@@ -56,7 +56,7 @@ def quantize(
     part = rows.scales.shape[-1] if rows is not None else 1
     sources = [0 if each is None else each for each in (x, more, rstd)]
     made = [array for each in (rows, columns) for array in (each or (0, 0))]
-    launch = partial(_launch, ops, (n, f), rows, columns, {"SOURCE": source, **macros})
+    launch = partial(_launch, ops, (n, f), rows, columns, {"SOURCE": source})
     tiles = -(-f // SCALE_BLOCK) * -(-n // SCALE_BLOCK)
     with arena.scope():
         largest: Any = 0
@@ -75,7 +75,7 @@ def _launch(
     n, f = (-(-size // SCALE_BLOCK) for size in shape)
     ops.launch(
         "fp8.cu", name, (f, n), THREADS, *arguments, E5M2=int("float8_e5m2" in forms), ROWS=_scales(rows),
-        COLUMNS=_scales(columns), **macros,
+        COLUMNS=_scales(columns),
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class NormOps:
         self._norms(
             "norm_forward", x, -(-rows // together), threads * together,
             x, weight, bias, np.float32(norm.eps), 0 if out is None else out, statistics, rows,
-            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(norm.bias is not None), **norm.macros(),
+            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(norm.bias is not None),
         )  # fmt: skip
 
     def normalize_backward(
@@ -67,7 +67,7 @@ class NormOps:
             partial = arena.take((blocks, len(gradients) * columns), FLOAT32)
             self._norms(
                 "norm_backward", x, blocks, threads * together, d_out, x, norm.weight, statistics, dx, partial, rows,
-                WIDTH=width, THREADS=threads, ROWS=together, CENTERED=len(gradients) - 1, **norm.macros(),
+                WIDTH=width, THREADS=threads, ROWS=together, CENTERED=len(gradients) - 1,
             )  # fmt: skip
             for index, gradient in enumerate(gradients):
                 self._add_partials(partial, index, gradient, x, accumulate)
@@ -115,7 +115,7 @@ class NormOps:
         threads = _head_threads(head_dim := len(norm.weight))
         return {
             "DTYPE": x.dtype.name, "COLUMNS": head_dim, "ROW": x.shape[1], "RAW": raw.shape[1], "THREADS": threads,
-            "HEADS": BLOCK // threads, **norm.macros(),
+            "HEADS": BLOCK // threads,
         }  # fmt: skip
 
 

@@ -6,9 +6,7 @@
 // The threads of the backward walk over heads, and each adds up d_weight of its columns; the heads of a block are added
 // in shared memory, the blocks by `sum_partials` of sums.cu, always in the same order.
 //
-// -DDTYPE -DCOLUMNS (D) -DROW (elements from token to token of x) -DRAW (of raw) -DTHREADS -DHEADS (1 if not of warps),
-// and those of norm_scale.cuh
-#include "norm_scale.cuh"
+// -DDTYPE -DCOLUMNS (D) -DROW (elements from token to token of x) -DRAW (of raw) -DTHREADS -DHEADS (1 if not of warps)
 #include "vectors.cuh"
 
 using T = DTYPE;
@@ -47,7 +45,7 @@ extern "C" __global__ void head_norm(T* x, const T* weight, float eps, T* raw, i
     store_head(v, raw + token * RAW + head * D);
     const float r = rsqrtf(dot(v, v) * (1.0f / D) + eps);
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) v[j] *= r * scale_of(w[j]);
+    for (int j = 0; j < EACH; ++j) v[j] *= r * w[j];
     store_head(v, x + token * ROW + head * D);
 }
 
@@ -68,7 +66,7 @@ extern "C" __global__ void head_norm_backward(const T* raw, const T* weight, flo
         for (int j = 0; j < EACH; ++j) {
             n[j] *= r;
             sums[j] += g[j] * n[j];
-            g[j] *= scale_of(w[j]);
+            g[j] *= w[j];
         }
         const float slope = dot(g, n) * (1.0f / D);
 #pragma unroll

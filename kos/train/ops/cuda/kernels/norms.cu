@@ -13,8 +13,7 @@
 // C), and the backward adds to dx in place.  Product and norm so read two arrays and write two; with such a kernel they
 // would read as many and write three, the product's output being one of them.
 //
-// -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DCENTERED, and those of norm_scale.cuh
-#include "norm_scale.cuh"
+// -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DCENTERED
 #include "vectors.cuh"
 
 using T = DTYPE;
@@ -90,7 +89,7 @@ norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __r
             if constexpr (CENTERED) load(b, bias + column(p));
 #pragma unroll
             for (int j = 0; j < W; ++j)
-                v[j] = CENTERED ? (v[j] - mean) * r * scale_of(w[j]) + b[j] : v[j] * r * scale_of(w[j]);
+                v[j] = CENTERED ? (v[j] - mean) * r * w[j] + b[j] : v[j] * r * w[j];
             store(out + row * D + column(p), v);
         }
 }
@@ -151,7 +150,7 @@ norm_backward(const T* __restrict__ d_out, const T* __restrict__ x, const T* __r
                     if constexpr (CENTERED) v[p][j] -= mean, bias_sums[p][j] += g[p][j];
                     v[p][j] *= r;
                     sums[p][j] += g[p][j] * v[p][j];
-                    g[p][j] *= scale_of(weights[j]);
+                    g[p][j] *= weights[j];
                     dot += g[p][j] * v[p][j];
                     if constexpr (CENTERED) total += g[p][j];
                 }

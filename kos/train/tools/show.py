@@ -9,7 +9,7 @@ from pathlib import Path
 from kos.train.checkpoint import Checkpoint
 from kos.train.checkpoint.adapter import tokenizer_folder
 from kos.train.checkpoint.resume import check_tokenizer, data_settings
-from kos.train.config.effects import without_effect
+from kos.train.config.flags import without_effect
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset, load_data
 
