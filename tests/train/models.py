@@ -8,9 +8,10 @@ import numpy as np
 
 from kos.train.checkpoint.huggingface import as_saved, weight_files
 from kos.train.layers import Gradients
-from kos.train.model.llama import LlamaConfig, RopeScaling
+from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
+from kos.train.model.shape import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
 

@@ -377,8 +377,8 @@ def test_flags_without_effect_are_named():
     assert without_effect(config, config.to_json()) == []
     config = parse([*flags, "--schedule", "constant", "--eval-batches", "0", "--sample-tokens", "0"])
     assert without_effect(config, config.to_json()) == [
-        "--min-lr (--schedule constant)", "--decay-fraction (--schedule constant)", "--val-data (--eval-batches 0)",
-        "--eval-data (--eval-batches 0)",
+        "--val-data (--eval-batches 0)", "--eval-data (--eval-batches 0)",
+        "--min-lr (--schedule constant)", "--decay-fraction (--schedule constant)",
         "--prompt (--sample-tokens 0)", "--temperature (--sample-tokens 0)", "--top-k (--sample-tokens 0)",
         "--pp-schedule (--pp 1)",
     ]  # fmt: skip

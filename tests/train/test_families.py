@@ -28,7 +28,7 @@ from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
-from kos.train.model.rope import RopeScaling
+from kos.train.model.shape import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
 from kos.train.parallel.mesh import Mesh

@@ -32,7 +32,7 @@ from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Shape
-from kos.train.model.rope import KEYS
+from kos.train.model.shape import KEYS, ModelShape
 
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -109,10 +109,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, PEFT = "adapter_config.json", "base_model.model."
 """The library peft's file of settings, and what it writes before the name of an adapter's tensor."""
 HEAD = "lm_head.weight"
-_GPT2 = {  # its names of our settings, where they differ
-    "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head", "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
-}  # fmt: skip
+_GPT2 = {each.name: each.metadata["gpt2"] for each in dataclasses.fields(ModelShape) if each.metadata["gpt2"]}
 _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     **{kind: {"hidden_act": ("silu",)} for kind in FAMILIES},
     "gpt2": {

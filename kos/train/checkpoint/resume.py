@@ -24,7 +24,7 @@ from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest
 from kos.train.checkpoint import find as find_checkpoint
 from kos.train.checkpoint.huggingface import TensorFiles, whole
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
-from kos.train.config import Changes, changes_of, flatten, of_0_2, weighted
+from kos.train.config import Changes, changes_of, flatten, of_0_2, option_of, weighted
 from kos.train.config.options import KEYS, TrainConfig
 from kos.train.data.packing import FILE
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
@@ -36,14 +36,6 @@ from kos.train.ops.numpy_optimizer import LearningRate
 from kos.train.optim import frozen_in
 
 _log = logging.getLogger(__name__)
-
-NORMALIZE: dict[str, Callable[[Any], Any]] = {
-    "fit": lambda value: value or "cut", "elastic": lambda value: value is None, "groups": list,
-}  # fmt: skip
-"""Functions of the values of some settings.  Two values with equal results give the same bits.
-
-``fit`` None is the default for text.
-"""
 
 
 def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], object]) -> Checkpoint | None:
@@ -304,8 +296,9 @@ def _settings(about: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
     given["backend"] = about.get("backend", now["backend"])  # the one that was chosen
     may_differ = {f"model.{name}" for name in FAMILIES[now["config"]["model"]["model_type"]].may_differ}
     names = [key for key in KEYS if not key.startswith("model.") or key in may_differ]
-    values = {key: given.get(key, KEYS[key].get_default()) for key in names}
-    return values | {key: normalize(values[key]) for key, normalize in NORMALIZE.items()}
+    defaults = {key: [*x] if isinstance(x := KEYS[key].get_default(), tuple) else x for key in names}  # as in JSON
+    values = {key: given.get(key, defaults[key]) for key in names}
+    return {key: declared.same(value) if (declared := option_of(KEYS[key])) else value for key, value in values.items()}
 
 
 def _differ(old: LearningRate, new: LearningRate, step: int) -> bool:

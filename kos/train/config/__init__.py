@@ -6,19 +6,20 @@ sections of a configuration use ``option``, a field that is also a flag, and ``o
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from kos.errors import ConfigError, SettingError
-from kos.train.model.rope import RopeScaling, Section
+from kos.train.model.shape import ModelShape, Section
 
 if TYPE_CHECKING:
     from kos.train.model.llama import LlamaConfig
@@ -83,11 +84,6 @@ def flag_of(key: str) -> str:
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
-def unset_of(field: FieldInfo) -> Any:
-    """What a default of None, or an empty default, means."""
-    return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
-
-
 Changes = Literal["bits", "nothing", "rate", "order", "layout", "data", "state"]
 """What another value of an option changes in a run that is resumed (``warn_of_changes`` of ``checkpoint.resume``):
 
@@ -101,60 +97,72 @@ state   which tensors have optimizer state, or the kind of this state: the check
 """
 
 
-def option(default: Any = ..., unset: str = "", changes: Changes = "bits", **constraints: Any) -> Any:
+class Option(NamedTuple):
+    """What a field declares of its flag, besides its type, its bounds, and its help, which is the field's docstring."""
+
+    unset: str = ""
+    """What a default of None, or an empty default, means."""
+
+    changes: Changes = "bits"
+    metavar: str = ""
+    """By default it follows from the type."""
+
+    title: str = ""
+    """The title of the group of ``--help`` that begins with this flag."""
+
+    several: bool = False
+    """Whether the flag can be repeated."""
+
+    path: bool = False
+    """Whether a value may be a path, which is found from another folder too."""
+
+    same: Callable[[Any], Any] = lambda value: value
+    """Two values with equal results of this function give the same bits."""
+
+    idle: Callable[[Any], str] = lambda config: ""
+    """The setting of a configuration because of which the flag has no effect, or ""."""
+
+
+def option(default: Any = ..., unset: str = "", changes: Changes = "bits", **declared: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value.
 
-    The field's docstring is the help of the flag. ``unset`` says what a default of None, or an empty default, means.
+    ``declared`` are fields of ``Option``, and bounds and other arguments of pydantic's ``Field``.
     """
-    return Field(default, json_schema_extra={"unset": unset, "changes": changes}, **constraints)
+    of_flag = {name: declared.pop(name) for name in Option._fields if name in declared}
+    extra: Any = {"option": Option(unset, changes, **of_flag)}
+    return Field(default, json_schema_extra=extra, **declared)
+
+
+def option_of(field: FieldInfo) -> Option | None:
+    """What a field declares of its flag; None if it is not a flag."""
+    extra: Any = field.json_schema_extra
+    return extra["option"] if isinstance(extra, dict) else None
 
 
 def changes_of(field: FieldInfo) -> Changes:
     """What another value of this field changes: ``bits`` if the field is not a flag."""
-    declared: Any = field.json_schema_extra
-    return declared["changes"] if isinstance(declared, dict) else "bits"
+    return (option_of(field) or Option()).changes
 
 
-class ModelSection(Section, use_attribute_docstrings=True):
-    """Shape of the model, with the key names that Hugging Face's config.json has for a LLaMA."""
+def _shape_fields() -> dict[str, Any]:
+    """The fields of ``ModelSection``: those of ``ModelShape``, which a run's settings may leave open."""
+    families = "Family of the model: llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3."
+    title = "Shape of the model (a preset or --init-from gives it)"
+    found: dict[str, Any] = {"model_type": (str, option("llama", title=title, description=families))}
+    kinds = get_type_hints(ModelShape)
+    for each in dataclasses.fields(ModelShape):
+        about, default = each.metadata, each.metadata["of_run"]
+        kind = kinds[each.name] | None if default is None else kinds[each.name]
+        declared = option(default, about["unset"], about["changes"], description=about["about"], **about["bounds"])
+        found[each.name] = (kind, declared if about["about"] else default)
+    return found
 
-    model_type: str = option("llama")
-    """Family of the model: llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3."""
-    vocab_size: int | None = option(None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
-    """Rows of the embedding."""
-    hidden_size: int = option(ge=2, lt=2**63)
-    """Width of the residual stream."""
-    num_hidden_layers: int = option(ge=1, le=100_000)
-    """Number of decoder layers."""
-    num_attention_heads: int = option(ge=1, lt=2**63)
-    """Number of query heads."""
-    num_key_value_heads: int | None = option(None, "as many as query heads", ge=1)
-    """Number of key/value heads."""
-    head_dim: int | None = option(None, "hidden size / query heads", ge=2, lt=2**63)
-    """Width of a head."""
-    intermediate_size: int = option(ge=1, lt=2**63)
-    """Width of the MLP."""
-    max_position_embeddings: int | None = option(None, "--seq-len", changes="nothing", ge=1)
-    """Longest context in tokens."""
-    rms_norm_eps: float = option(1e-5, gt=0)
-    """Epsilon of the norms."""
-    rope_theta: float = option(10_000.0, gt=0)
-    """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = option(True)
-    """Use one matrix for embedding and head."""
-    initializer_range: float = option(0.02, changes="nothing", gt=0)
-    """Standard deviation of the initial weights."""
-    attention_bias: bool = option(False)
-    """Add biases to attention's matrices (llama, olmo2, qwen3, smollm3)."""
-    mlp_bias: bool = option(False)
-    """Add biases to the matrices of the MLP (llama, smollm3)."""
-    sliding_window: int | None = option(None, "no window", ge=1)
-    """Tokens that a token attends to at most, including itself (mistral, qwen2, qwen3, smollm3)."""
-    pad_token_id: int | None = option(None, "none", ge=-(2**63), lt=2**63)
-    """Padding token: its row of the embedding starts as zeros, and lookups do not train this row."""
-    layer_types: tuple[str, ...] = ()
-    no_rope_layers: tuple[int, ...] | None = None
+
+_SHAPE: Any = create_model("_SHAPE", __base__=Section, **_shape_fields())
+
+
+class ModelSection(_SHAPE):
+    """The settings of a run's model: those of ``ModelShape``, of which some may be left open."""
 
     @field_validator("layer_types", "no_rope_layers", mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import CheckpointError, ConfigError
-from kos.train.config import ModelSection, flag_of, flatten, unset_of
+from kos.train.config import ModelSection, Option, flag_of, flatten, option_of
 
 Layer = tuple[str, Mapping[str, Any]]
 """Where settings come from, and the settings.  Later layers override earlier ones."""
@@ -98,6 +98,7 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            wanted = unset_of(ModelSection.model_fields[name]) if expected is None else expected
+            declared = option_of(ModelSection.model_fields[name]) or Option()
+            wanted = declared.unset or "none" if expected is None else expected
             raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
     return str(folder / "config.json"), {"model": shape, **adapters}

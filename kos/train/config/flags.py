@@ -21,41 +21,22 @@ from kos.errors import ConfigError
 from kos.reporting import Parser
 from kos.train.config import (
     PRESETS,
+    Option,
     by_source,
     flag_of,
     flatten,
     of_0_2,
+    option_of,
     preset_values,
     suggestion,
     unique_keys,
-    unset_of,
 )
 from kos.train.config.fine_tuning import Layer, with_model
 from kos.train.config.optimizers import not_of
 from kos.train.config.options import KEYS, TrainConfig, configure
 
-METAVARS = {
-    "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
-    "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
-    "text_field": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
-    "keep_best": "METRIC", "freeze": "PATTERN", "publish": "HOST:PORT",
-}  # fmt: skip
-
-PATHS = ("data", "val_data", "tokenizer", "init_from")
-NAMES = (None, "stdlib", "auto", "bytes")
-"""Values of ``PATHS`` that are no paths."""
-
-SEVERAL = ("data", "eval_data", "text_field", "tracker", "lora_targets", "freeze")
-"""Flags that can be repeated."""
-
-GROUPS = {
-    "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
-    "optimizer": "Optimizer", "lora": "Adapters and frozen weights",
-    "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
-    "log_every": "Logging", "micro_batch_size": "Performance", "show_data": "Debugging",
-    "model.model_type": "Shape of the model (a preset or --init-from gives it)",
-}  # fmt: skip
-"""The groups of ``--help``: the first setting of each, and its title."""
+NO_PATHS = (None, "stdlib", "auto", "bytes")
+"""Values of options with a ``path`` that are no paths."""
 
 
 class _Once(argparse.Action):
@@ -79,9 +60,13 @@ def _value(field: FieldInfo, text: str) -> Any:
     return text
 
 
+def _option(field: FieldInfo) -> Option:
+    return option_of(field) or Option()
+
+
 def _help(field: FieldInfo, default: Any) -> str:
     """The docstring of the field and its default."""
-    default = unset_of(field) if default in (None, "", ()) else default
+    default = (_option(field).unset or "none") if default in (None, "", ()) else default
     shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
     return " ".join(f"{field.description} Default: {shown}.".split()).replace("%", "%%")
 
@@ -101,8 +86,9 @@ def add_flag(group: Any, key: str, default: Any, text: str | None = None) -> Non
     """Add the flag of the setting ``key``.  Its help is ``text``, or else that of the field with the ``default``."""
     field, kind = KEYS[key], dict[str, Any](action=argparse.BooleanOptionalAction)
     if field.annotation is not bool:
-        metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
-        action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
+        declared = _option(field)
+        metavar = declared.metavar or {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME")
+        action = "append" if declared.several else _Once if key == "val_data" else "store"
         kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
         kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
     group.add_argument(flag_of(key), dest=key, help=text or _help(field, default), **kind)
@@ -121,10 +107,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     groups, preset = dict[str, Any](), flatten("preset", preset_values(KEYS["preset"].default))
     for key, field in KEYS.items():
-        if key in GROUPS:
-            groups[key] = group = parser.add_argument_group(GROUPS[key])
-        if isinstance(field.json_schema_extra, dict):
-            add_flag(group, key, preset.get(key, field.default))
+        if (declared := option_of(field)) is None:
+            continue
+        if declared.title:
+            groups[key] = group = parser.add_argument_group(declared.title)
+        add_flag(group, key, preset.get(key, field.default))
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
     groups["preset"].add_argument("--config", action=_Once, metavar="FILE", help=config)
     add_plan(groups["device"])
@@ -147,7 +134,7 @@ def read_command_line(argv: Sequence[str]) -> list[Layer]:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
-        flags = [flag_of(key) for key, field in KEYS.items() if isinstance(field.json_schema_extra, dict)]
+        flags = [flag_of(key) for key, field in KEYS.items() if option_of(field)]
         near = suggestion(word, [*flags, "--config"])
         raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
     given = vars(arguments)
@@ -201,7 +188,7 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
 def _found(folder: str, value: Any) -> Any:
     """The path below the ``folder`` if it is there, else the value."""
     there = os.path.join(folder, str(value))
-    return there if value not in NAMES and (os.path.exists(there) or glob.glob(there)) else value
+    return there if value not in NO_PATHS and (os.path.exists(there) or glob.glob(there)) else value
 
 
 def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -214,7 +201,7 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"--config {path}: expected a run of kos 0.3 or later, got one of {version}")
     values, folder = dict(run["config"]), str(run.get("cwd", "."))
     elsewhere = not (os.path.isdir(folder) and os.path.samefile(folder, "."))
-    for key in PATHS if elsewhere else ():
+    for key in (key for key, field in KEYS.items() if elsewhere and _option(field).path):
         if isinstance(several := values.get(key), list):
             parts = (str(each).rpartition(":") for each in several)
             values[key] = ["".join([_found(folder, name), *weight]) for name, *weight in parts]
@@ -243,16 +230,6 @@ def without_effect(
 
     ``ignored`` has the settings that do not apply to the data.
     """
-    no_sample = config.sample_tokens == 0
-    reasons = {
-        "min_lr": "--schedule constant" * (config.schedule == "constant"),
-        "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
-        **dict.fromkeys(("val_data", "eval_data"), "--eval-batches 0" * (not config.eval_batches)),
-        "long_documents": "--fit cut" * (config.fit != "whole" and isinstance(config.data, str)),
-        **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
-        "pp_schedule": "--pp 1" * (config.pp == 1),
-        "hold_out": "--val-data" * (config.val_data is not None),
-        **ignored,
-    }
+    reasons = {key: reason for key, field in KEYS.items() if (reason := _option(field).idle(config))} | dict(ignored)
     given = [name for name in reasons if asked[name] not in (KEYS[name].default, [])]
-    return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]
+    return [f"{flag_of(name)} ({reasons[name]})" for name in given]

@@ -35,7 +35,7 @@ from kos.train.config import (
 )
 from kos.train.config.fine_tuning import FINE_TUNING_WARMUP, Layer, defaults, with_model
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
-from kos.train.model.rope import Section
+from kos.train.model.shape import Section
 
 if TYPE_CHECKING:
     from kos.train.layers import Placement
@@ -61,25 +61,46 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
 _log = logging.getLogger(__name__)
 
 
+def no_validation(config: Any) -> str:
+    return "--eval-batches 0" * (not config.eval_batches)
+
+
+def no_sample(config: Any) -> str:
+    return "--sample-tokens 0" * (config.sample_tokens == 0)
+
+
 class TrainConfig(Section, use_attribute_docstrings=True):
     """All settings of a run.  Build one with ``parse`` or ``from_preset``. The text of a field is that of its flag."""
 
-    preset: str = option("tiny", changes="nothing")
+    preset: str = option("tiny", changes="nothing", title="Model")
     """Start from the settings of a preset: tiny, 124m, gpt2-124m, 1b or 8b."""
-    init_from: str | None = option(None, "the preset's shape, random weights", changes="nothing")
+    init_from: str | None = option(
+        None, "the preset's shape, random weights", changes="nothing", metavar="DIR", path=True
+    )
     """Start from the shape and weights of a Hugging Face folder."""
 
     data: str | tuple[str, ...] = option("stdlib", changes="data", description="Train on stdlib (the sources of "
         f"Python's standard library) or the PATH of a file or folder: {KINDS}. To mix several, repeat the flag with "
-        "PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
-    val_data: str | None = option(None, "a part that is held out of --data", changes="data", min_length=1)
+        "PATH:WEIGHT; weights are shares of the tokens.",
+        title="Data", metavar="NAME|PATH[:WEIGHT]", several=True, path=True)  # fmt: skip
+    val_data: str | None = option(
+        None, "a part that is held out of --data", changes="data", min_length=1, metavar="NAME|PATH", path=True,
+        idle=no_validation,
+    )  # fmt: skip
     """Validate on other data: the same NAMEs and PATHs as --data."""
-    hold_out: float | None = option(None, "0.1, or 0 with --eval-batches 0", changes="data", ge=0, lt=1)
+    hold_out: float | None = option(
+        None, "0.1, or 0 with --eval-batches 0", changes="data", ge=0, lt=1,
+        idle=lambda c: "--val-data" * (c.val_data is not None),
+    )  # fmt: skip
     """Fraction of --data that is held out for validation: the end of a file, or some files of a folder. It has no
     effect if the names of files say what is held out."""
-    eval_data: tuple[str, ...] = option((), "none", changes="nothing")
+    eval_data: tuple[str, ...] = option(
+        (), "none", changes="nothing", metavar="NAME=PATH", several=True, idle=no_validation
+    )
     """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
-    text_field: str | tuple[str, ...] | None = option(None, "text", changes="data", min_length=1)
+    text_field: str | tuple[str, ...] | None = option(
+        None, "text", changes="data", min_length=1, metavar="[SOURCE=]NAME", several=True
+    )
     """Field or column that holds the text, or the messages of a chat; SOURCE=NAME is that of one source. Repeat the
     flag for several sources."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(
@@ -94,23 +115,27 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     the thinking of earlier turns."""
     allow_lost_content: bool = option(False, changes="nothing")
     """Accept chats whose template leaves out content of a message, such as the thinking of an answer."""
-    tokenizer: str = option("auto", changes="data", min_length=1)
+    tokenizer: str = option("auto", changes="data", min_length=1, metavar="NAME|PATH", path=True)
     """Split text into bytes, or the tokens of a Hugging Face tokenizer.json at PATH. auto takes the tokenizer of
     --init-from, else bytes; for token files it takes plain numbers."""
     split_special_tokens: bool = option(True, changes="data")
     """Read special tokens that are spelled out in the data, such as <|endoftext|>, as text."""
     documents: Literal["pack", "cross"] = option("pack")
     """Keep attention within each document of a sequence (pack), or let it cross documents (cross)."""
-    fit: Literal["whole", "cut"] | None = option(None, "whole for chats and for prompts with completions, cut for text")
+    fit: Literal["whole", "cut"] | None = option(
+        None, "whole for chats and for prompts with completions, cut for text", same=lambda value: value or "cut"
+    )
     """Pack whole documents into sequences (whole), or cut the data into sequences wherever they end (cut)."""
-    long_documents: Literal["cut", "skip"] = option("cut")
+    long_documents: Literal["cut", "skip"] = option(
+        "cut", idle=lambda c: "--fit cut" * (c.fit != "whole" and isinstance(c.data, str))
+    )
     """With --fit whole, cut documents that are longer than a sequence into pieces (cut), or leave them out (skip)."""
     seq_len: int = option(ge=1)
     """Tokens in a sequence; with --init-from the model's context, up to 1024."""
     batch_size: int = option(ge=1, le=1_000_000)
     """Sequences in a step, over all ranks."""
 
-    device: Literal["auto", "cpu", "cuda"] = option("auto")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", title="Ranks and layout")
     """Compute on cpu or cuda; auto takes cuda if every rank has its own GPU."""
     dp: int | None = option(None, "ranks / (tp × pp × cp)", changes="layout", ge=1)
     """Data-parallel ranks."""
@@ -125,14 +150,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto", changes="order")
     """Run collectives over mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
 
-    elastic: str | None = option(None, "a lost rank ends the run", changes="order")
+    elastic: str | None = option(
+        None, "a lost rank ends the run", changes="order", metavar="MIN[:MAX]", same=lambda value: value is None
+    )
     """Go on without ranks that are lost or leave, and with ranks that --join, as long as there are at least MIN (1) and
     at most MAX ranks (as many as at the start). Works with data parallelism only."""
-    join: str | None = option(None, "start a run", changes="nothing", min_length=1)
+    join: str | None = option(None, "start a run", changes="nothing", min_length=1, metavar="ADDRESS|FILE")
     """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass the flags of the
     run too."""
 
-    steps: int = option(changes="rate", ge=1, lt=2**63)
+    steps: int = option(changes="rate", ge=1, lt=2**63, title="Length and output")
     """Optimizer steps of the whole run, on sequences drawn at random."""
     epochs: int | None = option(None, "none", changes="rate", ge=1)
     """Instead of --steps: train N times on each sequence of the data, every time in another random order; in a mixture,
@@ -142,10 +169,10 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         changes="nothing", strict=False,
     )  # fmt: skip
     """Folder of metrics and checkpoints."""
-    resume: str | None = option(None, "start a new run", changes="nothing", min_length=1)
+    resume: str | None = option(None, "start a new run", changes="nothing", min_length=1, metavar="DIR|auto")
     """Resume from the checkpoint in DIR; auto takes the newest complete one of the run."""
 
-    optimizer: OptimizerName = option("adamw", changes="state")
+    optimizer: OptimizerName = option("adamw", changes="state", title="Optimizer")
     """Update all weights by adamw; or, with muon, the matrices of layers by Muon and all other weights by AdamW."""
     lr: float = option(changes="rate", gt=0)
     """Peak learning rate; 2e-5 with --init-from."""
@@ -153,13 +180,17 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Peak learning rate of Muon's matrices, on the same schedule."""
     momentum: float = option(0.95, ge=0, lt=1)
     """Muon's momentum (Nesterov's)."""
-    min_lr: float | None = option(None, "--lr / 10", changes="rate", ge=0)
+    min_lr: float | None = option(
+        None, "--lr / 10", changes="rate", ge=0, idle=lambda c: "--schedule constant" * (c.schedule == "constant")
+    )
     """Learning rate to which the schedule decays. It would be reached in the step after the last one."""
     schedule: Literal["cosine", "wsd", "constant"] = option("cosine", changes="rate")
     """Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant."""
     warmup_steps: int | None = option(0, "3% of the steps", changes="rate", ge=0, lt=2**63)
     """Steps of linear warm-up; 3% of the steps with --init-from."""
-    decay_fraction: float = option(0.2, changes="rate", ge=0, le=1)
+    decay_fraction: float = option(
+        0.2, changes="rate", ge=0, le=1, idle=lambda c: f"--schedule {c.schedule}" * (c.schedule != "wsd")
+    )
     """Part of --steps over which wsd decays."""
     weight_decay: float = option(0.1, ge=0)
     """Decoupled weight decay of matrices."""
@@ -174,17 +205,17 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     skip_outliers: float = option(0.0, ge=0)
     """Skip steps whose gradient norm is above X or not finite; 0 ends the run if the norm is not finite."""
 
-    lora: int | None = option(None, "train all weights", changes="state", ge=1)
+    lora: int | None = option(None, "train all weights", changes="state", ge=1, title="Adapters and frozen weights")
     """Train adapters of rank N (LoRA) of the layers' matrices, and freeze the model of --init-from."""
     lora_alpha: float | None = option(None, "2 × --lora", changes="state", gt=0)
     """What an adapter adds is multiplied by X / rank."""
-    lora_targets: tuple[str, ...] = option((), "all matrices of layers", changes="state")
+    lora_targets: tuple[str, ...] = option((), "all matrices of layers", changes="state", several=True)
     """Matrices that have adapters, such as q_proj,v_proj; repeat the flag, or separate names by commas."""
-    freeze: tuple[str, ...] = option((), "none", changes="state")
+    freeze: tuple[str, ...] = option((), "none", changes="state", metavar="PATTERN", several=True)
     """Do not train tensors whose names match PATTERN, such as 'model.layers.[01].*'; repeat the flag for several."""
     groups: tuple[GroupSection, ...] = ()
 
-    eval_every: int = option(100, changes="nothing", ge=0)
+    eval_every: int = option(100, changes="nothing", ge=0, title="Validation and sample")
     """Steps between validations; 0 validates before and after training only."""
     eval_batches: int = option(8, changes="nothing", ge=0)
     """Batches of a validation, of up to --batch-size sequences; 0 turns it off."""
@@ -192,14 +223,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Stop after N validations in a row in which the metric of --keep-best (val_loss) has not fallen; 0 never does."""
     sample_tokens: int = option(200, changes="nothing", ge=0)
     """Tokens of text generated at the end; 0 generates none."""
-    prompt: str = option("", "none; for chats, one of them up to its first answer", changes="nothing")
+    prompt: str = option(
+        "", "none; for chats, one of them up to its first answer", changes="nothing", metavar="TEXT", idle=no_sample
+    )
     """Text that the sample continues."""
-    temperature: float = option(0.8, changes="nothing", ge=0)
+    temperature: float = option(0.8, changes="nothing", ge=0, idle=no_sample)
     """Temperature of the sample; 0 takes the most likely token."""
-    top_k: int = option(40, changes="nothing", ge=0)
+    top_k: int = option(40, changes="nothing", ge=0, idle=no_sample)
     """Sample among the N most likely tokens; 0 samples among all."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = option("auto")
+    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = option("auto", title="Precision")
     """Compute in float32, bfloat16 or fp8 (matmuls of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
     GPUs, and float32 on CPUs. CPUs emulate fp8."""
     fp8_head: bool = option(False)
@@ -221,17 +254,19 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     seed: int = option(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and samples."""
 
-    save_every: int = option(200, changes="nothing", ge=0)
+    save_every: int = option(200, changes="nothing", ge=0, title="Checkpoints")
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = option(2, changes="nothing", ge=1)
     """How many of the newest checkpoints to keep."""
-    keep_best: str | None = option(None, "none, or val_loss with --patience", changes="nothing", min_length=1)
+    keep_best: str | None = option(
+        None, "none, or val_loss with --patience", changes="nothing", min_length=1, metavar="METRIC"
+    )
     """Also keep the checkpoint with the lowest val_loss or val_loss/NAME, as checkpoints/best. It is saved right after
     the validation that finds it."""
     save_async: bool = option(False, changes="nothing")
     """Continue training while a checkpoint is written. This takes host memory for a copy of the rank's shard."""
 
-    publish: str | None = option(None, "none", changes="nothing", min_length=1)
+    publish: str | None = option(None, "none", changes="nothing", min_length=1, metavar="HOST:PORT")
     """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer. This takes memory for two more
     copies of the rank's shard of the weights; on GPUs, the copies have the dtype in which the model computes."""
     publish_every: int = option(1, changes="nothing", ge=1)
@@ -241,24 +276,28 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     three more copies of the rank's shard of the adapted weights, and two of the others. Otherwise, only the adapters
     are published."""
 
-    log_every: int = option(1, changes="nothing", ge=1)
+    log_every: int = option(1, changes="nothing", ge=1, title="Logging")
     """Steps between printed lines."""
-    tracker: tuple[Literal["tensorboard", "wandb"], ...] = option((), "metrics.jsonl only", changes="nothing")
+    tracker: tuple[Literal["tensorboard", "wandb"], ...] = option(
+        (), "metrics.jsonl only", changes="nothing", several=True
+    )
     """Also send metrics to tensorboard or wandb; repeat the flag, or separate names by commas."""
 
-    micro_batch_size: int | None = option(None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
+    micro_batch_size: int | None = option(None, "up to 2,048 tokens, on GPUs 32,768", ge=1, title="Performance")
     """Sequences that a rank computes at once."""
     recompute: Literal["none", "norms", "block"] = option("none", changes="nothing")
     """What the backward computes again to save memory: nothing (none), norms and SwiGLU (norms), or whole layers
     (block)."""
-    pp_schedule: Literal["1f1b", "zero-bubble-v"] = option("1f1b", changes="order")
+    pp_schedule: Literal["1f1b", "zero-bubble-v"] = option(
+        "1f1b", changes="order", idle=lambda c: "--pp 1" * (c.pp == 1)
+    )
     """Order of a pipeline's forwards and backwards: 1f1b or zero-bubble-v."""
     graph: bool = option(True, changes="nothing")
     """Replay each step as one CUDA graph, on GPUs."""
     profile: int = option(0, changes="nothing", ge=0)
     """Run 3 steps, time the next N, print a table, write a Perfetto trace to --out, and end; 0 trains."""
 
-    show_data: int = option(0, changes="nothing", ge=0)
+    show_data: int = option(0, changes="nothing", ge=0, title="Debugging")
     """Only print the first N sequences (of each source) as text, with «» around what the loss counts; 0 trains."""
     check_replicas: int = option(0, changes="nothing", ge=0)
     """Every N steps, compare the copies of weights and optimizer state that several ranks hold, and end the run if any

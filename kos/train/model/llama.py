@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import accumulate, chain
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,7 +21,7 @@ from kos.train.layers.mlp import MLP
 from kos.train.layers.norm import Norm
 from kos.train.layers.sublayer import Sublayer
 from kos.train.layers.vocabulary import Embedding, Head
-from kos.train.model.rope import RopeScaling
+from kos.train.model.shape import ModelShape
 from kos.train.ops import attended_pairs
 
 Stages = tuple[tuple[int, ...], ...]
@@ -84,13 +84,13 @@ class FlopsPerToken(NamedTuple):
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FAMILY_SETTINGS = ("attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers")
+FAMILY_SETTINGS = tuple(each.name for each in fields(ModelShape) if each.metadata["optional"])
 """Settings that only some families have (``LlamaConfig.takes``)."""
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a model, in Hugging Face's field names.  ConfigError if it is impossible.
+class LlamaConfig(ModelShape):
+    """The shape of a model.  ConfigError if it is impossible.
 
     With a ``sliding_window`` all layers have it, or those that ``layer_types`` names.  In ``no_rope_layers`` a 0 is a
     layer without rotary positions; by default none is.
@@ -116,27 +116,6 @@ class LlamaConfig:
     """The axes of a layout on which this family can have several ranks; ``layout_of`` refuses the others."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Settings that have one value in this family, whatever the preset gives to a LLaMA; ``config.json`` lacks them."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] = ()
-    no_rope_layers: tuple[int, ...] = ()
-    pad_token_id: int | None = None
-    """The token of padding: its row of the embedding starts as zeros, and lookups give it no gradient."""
 
     lora: Lora | None = None
     """The adapters of the layers; ``base`` is the model without them."""
