@@ -37,6 +37,15 @@ from kos.train.parallel.schedules import Action, forward_only
 from kos.train.step import REPORT, WRITING, Stages, Step, StepResult
 
 
+class Piece(NamedTuple):
+    """A micro-batch of ``tokens`` tokens without a backward: the function that makes it, and the numbers of its losses.
+    """
+
+    numbers: Sequence[int]
+    tokens: int
+    make: Callable[[], Batch]
+
+
 class Device:
     """What runs the steps of a model in training: it allocates, feeds and times them. All calls are collective.
 
@@ -199,15 +208,17 @@ class Device:
         """The mean loss over all targets of the validation windows that are not left out."""
         starts, dp, masked = data.val_starts(), self.mesh.dp, self.data.masks_targets or data.masks_targets
         most, count = len(self.micro_batches[0]), float(starts.shape[1] * self.data.seq_len)
-        pieces = [
+        windows = (
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
-        ]  # fmt: skip
-        batches = [partial(data.windows, data.val, windows) for _, windows in pieces]
-        sizes = [len(windows) * data.seq_len for _, windows in pieces]
-        total, targets = self._sum(weights, batches, sizes, [index // dp.size for index, _ in pieces], count)
-        loss = total / len(starts)
-        return loss * count * len(starts) / sum_over(dp, targets) if masked else loss
+        )  # fmt: skip
+        pieces = [
+            Piece([index // dp.size], len(each) * data.seq_len, partial(data.windows, data.val, each))
+            for index, each in windows
+        ]
+        total, targets = self.losses(weights, pieces, partial(Model.loss_of, count=count))
+        loss = math.fsum(itertools.chain(*total)) / len(starts)
+        return loss * count * len(starts) / sum_over(dp, int(targets)) if masked else loss
 
     def loss_of(self, batches: Sequence[Batch], rows: Rows) -> float:
         """The mean loss over all targets of ``batches`` that are not left out; ``rows`` as for ``OwnBatches``.
@@ -219,23 +230,24 @@ class Device:
         starts = ((batch, at) for batch in mine for at in range(0, len(batch.tokens), most))
         pieces = [batch.rows(slice(at, at + most)) for batch, at in starts]
         targets, weights = sum_over(dp, sum(map(counted, pieces))), self.step.as_read(self.whole_weights())
-        filled = [partial(_filled, piece, most) for piece in pieces]
-        sizes = [most * self.config.seq_len] * len(pieces)
-        return self._sum(weights, filled, sizes, [0] * len(pieces), float(max(1, targets)))[0]
+        result = partial(Model.loss_of, count=float(max(1, targets)))
+        filled = [Piece([0], most * self.config.seq_len, partial(_filled, piece, most)) for piece in pieces]
+        return math.fsum(itertools.chain(*self.losses(weights, filled, result)[0]))
 
-    def _sum(
-        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], terms: Sequence[int],
-        count: float,
-    ) -> tuple[float, int]:  # fmt: skip
-        """The sum of the losses of all ranks, divided by ``count``, and the number of this rank's targets.
+    def losses(
+        self, weights: Weights, pieces: Sequence[Piece], result: Result, of_batch: Callable[[Batch], Any] = counted
+    ) -> tuple[list[np.ndarray], Any]:
+        """The losses of this rank's ``pieces``: ``result`` of each is added to the sums of its numbers.
 
-        The losses of batches with the same number in ``terms`` are added first.
+        Returns the sums of each rank of ``reporters``, and the sum of ``of_batch`` over this rank's batches.
         """
-        sums, targets = np.zeros(max(terms, default=0) + 1), 0
-        for action, batch, loss in self.forwards(weights, batches, sizes, partial(Model.loss_of, count=count)):
-            targets += counted(batch) * (action.chunk == 0)
-            sums[terms[action.micro_batch]] += loss or 0
-        return math.fsum(itertools.chain(*self.reported(sums))), targets
+        sums, seen = np.zeros(1 + max((max(piece.numbers) for piece in pieces), default=0)), 0
+        for action, batch, losses in self.forwards(weights, pieces, result):
+            if action.chunk == 0:
+                seen += of_batch(batch)
+            if losses is not None:
+                sums[pieces[action.micro_batch].numbers] += losses
+        return self.reported(sums), seen
 
     def reported(self, values: np.ndarray) -> list[np.ndarray]:
         """The ``values``, float64, of all ranks of ``reporters``.  Waits until all queued work is complete."""
@@ -244,21 +256,21 @@ class Device:
         return [np.frombuffer(gathered[rank]) for rank in self.reporters()]
 
     def forwards(
-        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
+        self, weights: Weights, pieces: Sequence[Piece], result: Result
     ) -> Iterator[tuple[Action, Batch, Any]]:
-        """Run the forward of this rank's ``batches``, of ``sizes`` tokens each, without a backward.
+        """Run the forward of this rank's ``pieces``, without a backward.
 
         Yields each of this rank's actions, its whole batch, and on the last stage the ``result`` of its output, on
-        others None.  Collective over the ranks that hold one model, which all have the same batches.
+        others None.  Collective over the ranks that hold one model, which all have the same pieces.
         """
         first, stages = self.step.models[0], self.step.stages
-        if not batches:
+        if not pieces:
             return
-        schedule = forward_only(self.pipeline.schedule, len(batches))
-        rows = [first.tensor.rows(size // first.context.size) for size in sizes]
+        schedule = forward_only(self.pipeline.schedule, len(pieces))
+        rows = [first.tensor.rows(piece.tokens // first.context.size) for piece in pieces]
         for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
-            self.show("validation", action.micro_batch / len(batches))
-            batch = batches[action.micro_batch]()
+            self.show("validation", action.micro_batch / len(pieces))
+            batch = pieces[action.micro_batch].make()
             yield action, batch, stages.forward(action, weights, received, first.context.take(batch), result)
         stages.clear()
 
@@ -332,12 +344,14 @@ class RunStages(NamedTuple):
     in_8_bits: bool
     """Whether linear layers have weights in 8 bits."""
 
-    def logits(
-        self, models: Sequence[Model], weights: Weights, tokens: Any, cache: Cache, rows: slice
-    ) -> np.ndarray:
+    def join(self, models: Sequence[Model]) -> Stages:
+        """The stages with these models, for ``logits``."""
+        return Stages(models, self.pipeline)
+
+    def logits(self, stages: Stages, weights: Weights, tokens: Any, cache: Cache, rows: slice) -> np.ndarray:
         """The logits of ``rows`` after a forward through all stages, on every rank."""
-        stages, found, batch = Stages(models, self.pipeline), None, Batch(tokens)
-        for chunk, model in enumerate(models):
+        found, batch = None, Batch(tokens)
+        for chunk, model in enumerate(stages.models):
             action, shape = Action("F", 0, chunk), (tokens.size, self.hidden_size)
             received = self.pipeline.receive(action, partial(model.arena.take, shape, self.dtype))
             result = partial(Model.logits_of, rows=rows)
