@@ -31,7 +31,7 @@ def use_threads(count: int) -> None:
 
 
 def normalize(x: Array, norm: Normalize, out: Array, rstd: Array) -> bool:
-    return bool(native) and native.rms_norm(x, norm.scale, out, rstd, norm.eps)
+    return bool(native) and native.rms_norm(x, norm.weight, out, rstd, norm.eps)
 
 
 def normalize_backward(
@@ -42,7 +42,7 @@ def normalize_backward(
     count, width = x.shape
     with arena.scope():
         sums = arena.take((-(-count // native.rows_of_task(width)), width), x.dtype)
-        if not native.rms_norm_backward(d_out, x, norm.scale, rstd, dx, sums):
+        if not native.rms_norm_backward(d_out, x, norm.weight, rstd, dx, sums):
             return False
         if accumulate:
             d_weight += sums.sum(axis=0)
