@@ -18,7 +18,7 @@ import numpy as np
 from kos.errors import InvalidArgument, TrainingError
 from kos.train.data.tokenizers import Tokenizer
 from kos.train.layers import Weights
-from kos.train.layers.cache import make_cache
+from kos.train.layers.attention import make_cache
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, join_parts, make_whole
 from kos.train.ops.fp8 import MULTIPLE, Fp8Ops
