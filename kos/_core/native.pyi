@@ -21,6 +21,8 @@ AWAITS_READ: int
 AWAITS_MESSAGE: int
 MOST_WORDS: int
 PLAN_AT: int
+ROWS_OF_TASK: int
+"""How many rows ``rms_norm_backward`` adds up in one row of ``sums``."""
 
 def dtype(code: int, /) -> str:
     """The name of the dtype with this number; "" for none."""
@@ -40,9 +42,6 @@ def kernels(name: str, /) -> tuple[str, ...]:
 def threads(count: int, /) -> None:
     """How many threads, the caller's included, such an operation uses."""
 
-def rows_of_task(width: int, /) -> int:
-    """How many rows of so many elements ``rms_norm_backward`` adds up in one row of ``sums``."""
-
 # Operations of training, on arrays of float32. They return False if they do not take the arrays, and have then computed
 # nothing. Matrices are (features, tokens), as ``empty_columns`` has them in memory, or (rows, columns) of norms.
 
@@ -55,13 +54,13 @@ def adamw(
     gradient: Any, weights: Any, first: Any, second: Any, beta1: float, beta2: float, step_size: float, root: float,
     eps: float, shrink: float, /,
 ) -> bool: ...  # fmt: skip
-def rope(x: Any, cos: Any, sin: Any, half: int, heads: int, sign: float, /) -> bool: ...
+def rope(x: Any, cos: Any, sin: Any, heads: int, sign: float, /) -> bool: ...
 def attention(
     qkv: Any, out: Any, log_sum_exp: Any, first_key: Any, heads: int, kv_heads: int, scale: float, /
 ) -> bool: ...
 def attention_backward(
-    qkv: Any, out: Any, log_sum_exp: Any, first_key: Any, heads: int, kv_heads: int, scale: float, d_out: Any,
-    d_qkv: Any, /,
+    qkv: Any, out: Any, log_sum_exp: Any, first_key: Any, d_out: Any, d_qkv: Any, heads: int, kv_heads: int,
+    scale: float, /,
 ) -> bool: ...  # fmt: skip
 
 class Owner(Protocol):

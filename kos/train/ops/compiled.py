@@ -20,6 +20,8 @@ native: Any = _core.native if hasattr(_core.native, "kernels") else None
 KERNELS: tuple[str, ...] = native.kernels("") if native else ()
 """The instruction sets for which this CPU has kernels, the fastest last."""
 
+NO_MASK = np.empty(0, np.int32)
+
 if native:
     native.kernels(KERNELS[-1])
 
@@ -41,7 +43,7 @@ def normalize_backward(
         return False
     count, width = x.shape
     with arena.scope():
-        sums = arena.take((-(-count // native.rows_of_task(width)), width), x.dtype)
+        sums = arena.take((-(-count // native.ROWS_OF_TASK), width), x.dtype)
         if not native.rms_norm_backward(d_out, x, norm.weight, rstd, dx, sums):
             return False
         if accumulate:
@@ -51,9 +53,9 @@ def normalize_backward(
     return True
 
 
-def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, sign: float) -> bool:
+def rope(qkv: Array, tables: tuple[Array, Array], heads: int, sign: float) -> bool:
     cos, sin = tables
-    return bool(native) and native.rope(qkv.T, cos.T, sin.T, head_dim // 2, heads, sign)
+    return bool(native) and native.rope(qkv.T, cos.T, sin.T, heads, sign)
 
 
 def swiglu(gates: Array, ups: Array, out: Array) -> bool:
@@ -75,7 +77,7 @@ def attention(a: Attend) -> bool:
 
 def attention_backward(a: Attend, d_out: Array, d_qkv: Array) -> bool:
     return _taken(a) and native.attention_backward(
-        a.qkv.T, a.out.T, a.log_sum_exp, _first(a), *a.shape, a.scale, d_out.T, d_qkv.T
+        a.qkv.T, a.out.T, a.log_sum_exp, _first(a), d_out.T, d_qkv.T, *a.shape, a.scale
     )
 
 
@@ -85,8 +87,8 @@ def _taken(a: Attend) -> bool:
     return bool(native) and a.kv is None
 
 
-def _first(a: Attend) -> Array | None:
-    return None if a.mask is None else a.mask.first_key
+def _first(a: Attend) -> Array:
+    return NO_MASK if a.mask is None else a.mask.first_key
 
 
 def adamw(weights: Array, gradient: Array, moments: Any, factors: tuple[float, ...]) -> bool:

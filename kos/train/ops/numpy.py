@@ -196,7 +196,7 @@ def rope_tables(
 
 def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
     """(a, b) -> (a cos - b sin, b cos + a sin), head by head; cos and sin become (d / 2, 1, T)."""
-    if compiled.rope(qkv, tables, head_dim, heads, 1):
+    if compiled.rope(qkv, tables, heads, 1):
         return
     cos, sin = (table.T[:, None] for table in tables)
     half, length = head_dim // 2, cos.shape[-1]
@@ -216,7 +216,7 @@ def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, are
 
 def rope_backward(d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
     cos, sin = tables
-    if not compiled.rope(d_qkv, tables, head_dim, heads, -1):
+    if not compiled.rope(d_qkv, tables, heads, -1):
         rope(d_qkv, (cos, -sin), head_dim, heads, arena)
 
 
