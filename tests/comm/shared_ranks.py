@@ -29,7 +29,7 @@ def skip_without_core() -> None:
 
 def through_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no rank of a host copy from the memory of another one: large parts take several stages in slots."""
-    monkeypatch.setattr("kos.comm.host.shared.node.read_memory", lambda *_: None)
+    monkeypatch.setattr("kos.comm.host.shared.transport.read_memory", lambda *_: None)
 
 
 class SharedOnly(Backend):

@@ -22,7 +22,7 @@ from kos.comm import timeouts
 from kos.comm.contract import UNMADE, Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
-from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
+from kos.comm.host.shared import CallRing, Segment, SharedArrays, SharedMemoryTransport, await_transports, open_segment
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, Store, refuse, without_memory
@@ -68,8 +68,8 @@ class HostBackend:
         self.calls: CallRing | None = None
         """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         self.fingerprints = Fingerprints() if self.transport.processes else None  # None: this rank compares no calls
-        self._host_node: Node | None = None  # the shared memory of this host
-        self.node: Node | None = None  # the same, if all ranks are on this host: it runs the calls
+        self._host_node: SharedMemoryTransport | None = None  # the shared memory of this host
+        self.shared: SharedMemoryTransport | None = None  # the same, if all ranks are on this host: it runs the calls
         self.arrays: SharedArrays | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._aborting = False
@@ -86,8 +86,8 @@ class HostBackend:
                 self._segment.close()
             raise
         self.scheduled = ScheduledCalls(self.transport, self._host_node)
-        if self.node is not None:
-            self.node.waiting = self.scheduled.matching.waiting
+        if self.shared is not None:
+            self.shared.waiting = self.scheduled.matching.waiting
         if self.transport.processes:
             at_exit(self)
 
@@ -99,12 +99,12 @@ class HostBackend:
             self.calls = self.fingerprints = CallRing(self._segment, self.failures)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
-            self._host_node = node = Node(self.calls, self.engine, rendezvous)
-            self.node = node if self.one_host else None
+            self._host_node = node = SharedMemoryTransport(self.calls, self.engine, rendezvous)
+            self.shared = node if self.one_host else None
             if not node.one_copy:
                 self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
         elif self.size > 1 and self.transport.processes:
-            await_nodes(rendezvous)
+            await_transports(rendezvous)
         if rendezvous.local_size == self.size:
             self.arrays = SharedArrays(rendezvous)
 
@@ -178,14 +178,14 @@ class HostBackend:
         prepared = Prepared(without_memory(o), self, self.scheduled.start)
         if self.fingerprints is not None:
             self.fingerprints.add(prepared)
-        if (node := self.node) is not None:
+        if (node := self.shared) is not None:
             node.bind(prepared)
         return prepared
 
     @property
     def has_envelopes(self) -> bool:
         """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
-        return self.node is not None or type(self.transport).arrived is not Backend.arrived
+        return self.shared is not None or type(self.transport).arrived is not Backend.arrived
 
     def poll_message(self, src: int, tag: int) -> Envelope | None:
         """The envelope of the next message from ``src``, a rank or ANY, None if none has arrived; raises failures."""
@@ -201,14 +201,14 @@ class HostBackend:
         """The steps of ``work``, which the core has begun; None if it is complete."""
         with self.engine.lock:
             self.engine.remove(work)  # the core waits for it alone
-            node, left, steps = self.node, work.core_work, work.steps
+            node, left, steps = self.shared, work.core_work, work.steps
         if steps is not None or left is None:  # another thread has advanced it meanwhile
             return steps
         return raising(self._aborted(work)) if node is None else node.start(work, left)
 
     def steps_of(self, work: Work[Any], left: Any) -> Steps:
         """The steps of ``work``, of which the core has begun ``left``."""
-        node = self.node
+        node = self.shared
         return raising(self._aborted(work)) if node is None else node.steps(work, left)
 
     def _aborted(self, work: Work[Any]) -> KosError:
@@ -217,7 +217,7 @@ class HostBackend:
 
     def start_all(self, works: Sequence[Work[Any]]) -> None:
         """Launch the Works of a batch together."""
-        node = self.node
+        node = self.shared
         if node is not None:
             node.batch = True
         try:
@@ -234,7 +234,7 @@ class HostBackend:
 
     def route_of(self, name: str, nbytes: int, *_: bool) -> str:
         """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""
-        if self.node is not None:
+        if self.shared is not None:
             return f"{self.name} shared memory"
         if self.transport.is_native(name, nbytes):
             return f"{self.name} native"
@@ -349,7 +349,7 @@ class HostBackend:
     def _free(self) -> None:
         closed(self)
         with self.engine.lock:  # held by a thread that waits while it uses these
-            calls, self.calls, self.node = self.calls, None, None
+            calls, self.calls, self.shared = self.calls, None, None
             self.scheduled.calls = None
             if calls is not None:
                 calls.close()

@@ -66,7 +66,7 @@ _REDUCTIONS = {
 _REDUCTIONS[ReduceOp.PREMUL_SUM] = _REDUCTIONS[ReduceOp.SUM]
 
 
-class Node:
+class SharedMemoryTransport:
     """The calls of one rank of a group on one host; of a group on several, the messages of collectives within a host.
 
     For messages it has the methods of a Backend.
@@ -303,7 +303,7 @@ class Node:
         return self._core.start(call, sequence, False, None if receives else array, array if receives else None)
 
 
-def await_nodes(rendezvous: Rendezvous) -> None:
+def await_transports(rendezvous: Rendezvous) -> None:
     """Take part in the exchanges of the Nodes of other hosts, on a host that has none.  Collective."""
     for _ in range(2):
         rendezvous.barrier()
@@ -315,7 +315,7 @@ class SegmentMessage:
     __slots__ = ("_left", "_liveness", "_node", "array", "peer", "receives", "tag")
     within_host = True
 
-    def __init__(self, node: Node, array: Array, peer: int, tag: int, receives: bool) -> None:
+    def __init__(self, node: SharedMemoryTransport, array: Array, peer: int, tag: int, receives: bool) -> None:
         self._node, self.array, self.peer, self.tag, self.receives = node, array, peer, tag, receives
         try:
             self._left = node.begin(array, peer, tag, receives)
