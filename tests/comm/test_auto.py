@@ -243,7 +243,7 @@ def test_register_uses_the_first_backend_that_accepts_the_memory(comm, log, /):
 @on_each_rank(run, host=SharedOnly)
 def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
     """Calls start in the order of their numbers, whichever backend runs them, because ranks compare their progress."""
-    calls, node = comm.host.calls, comm.host.shared
+    calls, shared = comm.host.calls, comm.host.shared
     assert comm.backend.shared.calls is calls
     begun = []
     announce, core = calls.announce, node._core

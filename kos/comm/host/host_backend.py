@@ -1,6 +1,6 @@
-"""HostBackend: runs the operations of a group on host memory, over a transport and through a node.
+"""HostBackend: runs the operations of a group on host memory, over a transport and through shared memory.
 
-The **transport** moves messages between any two ranks (``kos.comm.transport``).  The **node** is the shared memory of
+The **transport** moves messages between any two ranks (``kos.comm.transport``).  The **shared** is the shared memory of
 this rank's host.  If all ranks are there, it runs their operations in the compiled core; else it carries the messages
 of collectives within the host.  Ranks that share memory compare their calls in it, and detect missing and dead ranks.
 Between hosts the transport compares calls and reports failures.
@@ -68,7 +68,7 @@ class HostBackend:
         self.calls: CallRing | None = None
         """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         self.fingerprints = Fingerprints() if self.transport.processes else None  # None: this rank compares no calls
-        self._host_node: SharedMemoryTransport | None = None  # the shared memory of this host
+        self._shared_memory: SharedMemoryTransport | None = None  # the shared memory of this host
         self.shared: SharedMemoryTransport | None = None  # the same, if all ranks are on this host: it runs the calls
         self.arrays: SharedArrays | None = None
         self.crowded, self.one_host = False, self.size == 1
@@ -85,7 +85,7 @@ class HostBackend:
             if self._segment is not None:
                 self._segment.close()
             raise
-        self.scheduled = ScheduledCalls(self.transport, self._host_node)
+        self.scheduled = ScheduledCalls(self.transport, self._shared_memory)
         if self.shared is not None:
             self.shared.waiting = self.scheduled.matching.waiting
         if self.transport.processes:
@@ -99,9 +99,9 @@ class HostBackend:
             self.calls = self.fingerprints = CallRing(self._segment, self.failures)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
-            self._host_node = node = SharedMemoryTransport(self.calls, self.engine, rendezvous)
-            self.shared = node if self.one_host else None
-            if not node.one_copy:
+            self._shared_memory = shared = SharedMemoryTransport(self.calls, self.engine, rendezvous)
+            self.shared = shared if self.one_host else None
+            if not shared.one_copy:
                 self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
         elif self.size > 1 and self.transport.processes:
             await_transports(rendezvous)
@@ -116,7 +116,7 @@ class HostBackend:
 
     def core_calls(self) -> tuple[Any, Any]:
         """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
-        return (None, None) if self.calls is None else (self.calls.core, self._host_node)
+        return (None, None) if self.calls is None else (self.calls.core, self._shared_memory)
 
     @property
     def shares_memory(self) -> bool:
@@ -160,7 +160,7 @@ class HostBackend:
 
         Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
         """
-        inside = self._host_node is not None and bool(self._host_node.active)
+        inside = self._shared_memory is not None and bool(self._shared_memory.active)
         if self.scheduled.arriving or len(self.engine.active) != 1 or (inside and not polled):
             return False
         return self.transport.sleep(0.001 if inside else seconds)
@@ -178,8 +178,8 @@ class HostBackend:
         prepared = Prepared(without_memory(o), self, self.scheduled.start)
         if self.fingerprints is not None:
             self.fingerprints.add(prepared)
-        if (node := self.shared) is not None:
-            node.bind(prepared)
+        if (shared := self.shared) is not None:
+            shared.bind(prepared)
         return prepared
 
     @property
@@ -201,15 +201,15 @@ class HostBackend:
         """The steps of ``work``, which the core has begun; None if it is complete."""
         with self.engine.lock:
             self.engine.remove(work)  # the core waits for it alone
-            node, left, steps = self.shared, work.core_work, work.steps
+            shared, left, steps = self.shared, work.core_work, work.steps
         if steps is not None or left is None:  # another thread has advanced it meanwhile
             return steps
-        return raising(self._aborted(work)) if node is None else node.start(work, left)
+        return raising(self._aborted(work)) if shared is None else shared.start(work, left)
 
     def steps_of(self, work: Work[Any], left: Any) -> Steps:
         """The steps of ``work``, of which the core has begun ``left``."""
-        node = self.shared
-        return raising(self._aborted(work)) if node is None else node.steps(work, left)
+        shared = self.shared
+        return raising(self._aborted(work)) if shared is None else shared.steps(work, left)
 
     def _aborted(self, work: Work[Any]) -> KosError:
         """The error of ``work``, whose communicator another thread has aborted."""
@@ -217,9 +217,9 @@ class HostBackend:
 
     def start_all(self, works: Sequence[Work[Any]]) -> None:
         """Launch the Works of a batch together."""
-        node = self.shared
-        if node is not None:
-            node.batch = True
+        shared = self.shared
+        if shared is not None:
+            shared.batch = True
         try:
             for work in works:
                 if self.failures.first is not None:
@@ -229,8 +229,8 @@ class HostBackend:
                 if steps is not None:
                     self.engine.begin(work, steps)
         finally:
-            if node is not None:
-                node.batch = False
+            if shared is not None:
+                shared.batch = False
 
     def route_of(self, name: str, nbytes: int, *_: bool) -> str:
         """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""

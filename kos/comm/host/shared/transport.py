@@ -312,36 +312,36 @@ def await_transports(rendezvous: Rendezvous) -> None:
 class SegmentMessage:
     """One end of a message of a schedule, between ranks of one host."""
 
-    __slots__ = ("_left", "_liveness", "_node", "array", "peer", "receives", "tag")
+    __slots__ = ("_left", "_liveness", "_transport", "array", "peer", "receives", "tag")
     within_host = True
 
-    def __init__(self, node: SharedMemoryTransport, array: Array, peer: int, tag: int, receives: bool) -> None:
-        self._node, self.array, self.peer, self.tag, self.receives = node, array, peer, tag, receives
+    def __init__(self, transport: SharedMemoryTransport, array: Array, peer: int, tag: int, receives: bool) -> None:
+        self._transport, self.array, self.peer, self.tag, self.receives = transport, array, peer, tag, receives
         try:
-            self._left = node.begin(array, peer, tag, receives)
+            self._left = transport.begin(array, peer, tag, receives)
         except Difference as found:
-            raise node.refusal(found, array) from None
-        self._liveness = Liveness(node.calls)
+            raise transport.refusal(found, array) from None
+        self._liveness = Liveness(transport.calls)
         if self._left is not None:
-            node.active.add(self)
+            transport.active.add(self)
 
     def done(self) -> bool:
         if self._left is None:
             return True
         try:
             if not self._left.done():
-                if (end := self._liveness(filter(self._left.missing, range(self._node.size)))) is not None:
+                if (end := self._liveness(filter(self._left.missing, range(self._transport.size)))) is not None:
                     raise end
                 return False
         except Difference as found:
-            raise self._node.refusal(found, self.array) from None
+            raise self._transport.refusal(found, self.array) from None
         self.end()
         return True
 
     def end(self) -> None:
         """Cancel it if it is not complete."""
         self._left.cancel()
-        self._node.active.discard(self)
+        self._transport.active.discard(self)
         self._left = None
 
 
