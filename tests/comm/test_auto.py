@@ -246,9 +246,9 @@ def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
     calls, shared = comm.host.calls, comm.host.shared
     assert comm.backend.shared.calls is calls
     begun = []
-    announce, core = calls.announce, node._core
+    announce, core = calls.announce, shared._core
     calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
-    node._core = SimpleNamespace(
+    shared._core = SimpleNamespace(
         prepare=core.prepare, start=lambda *call: (begun.append(call[1]), core.start(*call))[1], spin_ns=0
     )
     arrays = ones(8), np.ones(3), ones(5000), ones(8)
