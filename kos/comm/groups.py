@@ -88,7 +88,7 @@ class Groups(Operations):
         largest = (1 << 31) - 1  # a C int, for MPI
         key = number_in("key", key, -largest - 1, largest)
         if isinstance(color, str) and color == "host":
-            host = self.node[0]
+            host = self.local_ranks[0]
             return self._split(host, key, f"host{host}", "each host", nccl)
         color = None if color is None else number_in("color", color, 0, largest, ' or None or "host"')
         return self._split(color, key, str(color), nccl=nccl)
@@ -128,7 +128,7 @@ class Groups(Operations):
         return tuple(axes)
 
     @property
-    def node(self) -> list[int]:
+    def local_ranks(self) -> list[int]:
         """The ranks of this communicator on this rank's host, ascending."""
         return self.rendezvous.local_ranks
 

@@ -49,7 +49,7 @@ def spawn(
     still run (threads cannot be killed).
 
     ``hosts=[2, 2]`` are ranks of pretended hosts: ranks 0 and 1 are on one and ranks 2 and 3 on another, as by
-    ``KOS_HOST``.  ``comm.node``, local ranks and ``comm.split("host")`` follow, and ``comm.views`` is refused.
+    ``KOS_HOST``.  ``comm.local_ranks``, local ranks and ``comm.split("host")`` follow, and ``comm.views`` is refused.
 
     ``faults`` is a plan of failures (see ``Fault``).  A rank that crashes or stalls for good has the result None.
 

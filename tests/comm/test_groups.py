@@ -32,8 +32,8 @@ def test_ranks_of_several_hosts():
     def body(rank):
         with kos.init("mock", rendezvous=ThreadRendezvous(group, rank, 20, host=f"host {rank % 2}")) as comm:
             host = comm.split("host")
-            assert host.local_size == host.size and host.node == list(range(host.size))
-            return comm.node, members(host), host.name
+            assert host.local_size == host.size and host.local_ranks == list(range(host.size))
+            return comm.local_ranks, members(host), host.name
 
     even, odd = ([0, 2, 4], [0, 2, 4], "world.0:host0"), ([1, 3], [1, 3], "world.0:host1")
     assert run_threads(*(lambda rank=rank: body(rank) for rank in range(5))) == [even, odd, even, odd, even]

@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_come_is_named(comm, /):
 def test_what_ranks_share(ranks):
     def body(comm):
         near = ranks.near(comm.rank)
-        assert comm.node == near
+        assert comm.local_ranks == near
         assert (comm.local_rank, comm.local_size) == (near.index(comm.rank), len(near))
         host = comm.split("host")
         assert host.all_gather(np.array(comm.rank)).tolist() == near == host.world_ranks
@@ -241,7 +241,7 @@ except kos.errors.RankLost as error:
 rest = comm.shrink()
 left = rest.all_gather(np.array(me)).tolist()
 assert (rest.all_reduce(np.full(100_000, me)) == sum(left)).all()
-print(*named, left, [left[rank] for rank in rest.node], rest.split("host").world_ranks, flush=True)
+print(*named, left, [left[rank] for rank in rest.local_ranks], rest.split("host").world_ranks, flush=True)
 rest.close()
 if me == 0 and children[1]:
     os.kill(children[1], signal.SIGKILL)
@@ -376,7 +376,7 @@ for group in (comm, *halves):
 try:
     comm.shrink()
 except kos.errors.BackendUnavailable as error:
-    print(comm.rank, halves[0].world_ranks, comm.node, error, flush=True)
+    print(comm.rank, halves[0].world_ranks, comm.local_ranks, error, flush=True)
 for group in (*halves, comm):
     group.barrier()
     group.close()
