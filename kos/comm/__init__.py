@@ -60,7 +60,7 @@ def init(
       ``add`` and ``wait``; this group alone uses it
     - an object with ``rank``, ``size`` and ``allgather(data: bytes) -> list[bytes]``: kos calls it twice and then
       connects the ranks by TCP
-    - a ``kos.comm.control.base.Rendezvous``
+    - a ``kos.comm.control.base.ControlPlane``
 
     ``process_hooks=False`` is for a framework that ends and reports its jobs itself.  kos then sets no exception hooks,
     no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable or setting of Open MPI

@@ -27,7 +27,7 @@ from kos.comm.arguments import (
 )
 from kos.comm.collectives import Operations
 from kos.comm.contract import CHANGES, UNMADE, Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
 from kos.comm.handlers import interruptible
 from kos.comm.making import communicator, versions
@@ -46,7 +46,7 @@ class Groups(Operations):
     name: str
     backend_name: str
     _suffix: str
-    rendezvous: Rendezvous
+    rendezvous: ControlPlane
     probes: Mapping[str, Probe]
     recorder: Recorder
     timeout: Any
@@ -318,7 +318,7 @@ class Groups(Operations):
             self._end(reason)
             self._changing = True
 
-    def _successor(self, call: str, rendezvous: Rendezvous) -> Self:
+    def _successor(self, call: str, rendezvous: ControlPlane) -> Self:
         if call == "shrink":
             # The name has no number: a split in which a rank was lost has advanced the count on some ranks only.
             group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
@@ -454,7 +454,7 @@ class Groups(Operations):
         finally:
             rendezvous.call, rendezvous.timeout = usual
 
-    def _descendant(self, name: str, rendezvous: Rendezvous | None, color: int | None, key: int) -> Self | None:
+    def _descendant(self, name: str, rendezvous: ControlPlane | None, color: int | None, key: int) -> Self | None:
         """The communicator of the group of ``rendezvous``; an error frees what was made of it.  Called on every rank.
 
         Returns None if ``rendezvous`` is None.

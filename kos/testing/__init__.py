@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_bool, check_timeout, number_in
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld, rank_thread
+from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup, ThreadWorld, rank_thread
 from kos.comm.one_thread import program_line
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
@@ -91,7 +91,7 @@ def spawn(
     def run(rank: int) -> None:
         why = "its function returned"
         try:
-            place = ThreadRendezvous(group, rank, timeout, names[rank])
+            place = ThreadControlPlane(group, rank, timeout, names[rank])
             comm = init("mock", rendezvous=place, timeout=timeout)
             comms[rank] = comm
             with ExitStack() as stack:

@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
 from kos.comm.operations import COLLECTIVES
 from kos.cuda.streams import LEGACY
 from kos.errors import InvalidArgument, OutOfMemory
@@ -30,7 +30,7 @@ def comm():
     """Rank 0 of a group of two whose other rank never comes: what is refused must not wait for it."""
     group = ThreadGroup(2)
 
-    class Lonely(ThreadRendezvous):
+    class Lonely(ThreadControlPlane):
         def allgather(self, data):
             return [data, data]
 

@@ -15,7 +15,7 @@ import kos
 from kos.bench import tables as tune
 from kos.comm import making
 from kos.comm.contract import Backend, Probe
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadControlPlane
 from kos.comm.gpu import works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
@@ -93,7 +93,7 @@ def run(
         skip_without_core()
     groups = {name: Group(size) for name in parts.split()}
 
-    def rank(rendezvous: ThreadRendezvous) -> None:
+    def rank(rendezvous: ThreadControlPlane) -> None:
         memory = HostBackend(rendezvous, host)
         made = [
             KINDS[name](rendezvous, memory.engine, 0, Comm(group, rendezvous.rank)) for name, group in groups.items()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
@@ -263,7 +263,7 @@ def late(fake):
 
 @pytest.fixture
 def alone():
-    return ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+    return ThreadControlPlane(ThreadGroup(1), 0, 20.0)
 
 
 def test_an_nccl_communicator_that_is_ready_after_an_abort_is_not_used(late, alone):

@@ -13,7 +13,7 @@ import pytest
 import kos
 from kos._core import native
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -412,7 +412,7 @@ def test_wrong_names(kind, case):
     group, port = ThreadGroup(3), free_port()
 
     def body(rank):
-        rendezvous = ThreadRendezvous(group, rank, 20, host=names[rank])
+        rendezvous = ThreadControlPlane(group, rank, 20, host=names[rank])
         if kind == "tcp":
             rendezvous = env_rendezvous(20, environment(rank, 3, port, KOS_HOST=names[rank]))
         with pytest.raises(RendezvousError, match=f"KOS_HOST: {message}") as raised:
@@ -473,7 +473,7 @@ def test_nccl_hostid_is_set_for_a_pretended_host(monkeypatch, given):
         monkeypatch.delenv("NCCL_HOSTID")
     with no_gpu(monkeypatch):
         for host in ("", "a"):
-            rendezvous = ThreadRendezvous(ThreadGroup(1), 0, host=host)
+            rendezvous = ThreadControlPlane(ThreadGroup(1), 0, host=host)
             of_nccl(rendezvous).close()
             expected = rendezvous.host_identity if host else None
             assert os.environ.get("NCCL_HOSTID") == given or expected

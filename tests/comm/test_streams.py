@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.order import Order, Streams
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -153,7 +153,7 @@ def run(request, monkeypatch):
         with fake_peer.no_gpus(monkeypatch, 1) as fake:
             device.install(fake.cu)
             fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
-            comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+            comm = fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0))
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
         return
     with no_gpu(monkeypatch) as fake:
@@ -319,7 +319,7 @@ def test_few_of_many_streams_are_kept(comm, device, call, /):
 @on_each_rank("run")
 def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, call, /):
     """Otherwise, two kernels of ``peer`` could each hold a part of the GPU, and different parts on different ranks."""
-    other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    other = fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0))
     first, second = (Stream(device, 1000 + k) for k in range(2))
     device.busy.update((1000, 1001))
     for _ in range(3):
@@ -346,7 +346,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch, follows
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132) as fake:
         device.install(fake.cu)
         fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
-        comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
+        comms = [fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
         many = [Stream(device, 1000 + k) for k in range(5)]
         device.busy.update(each.handle for each in many)
         table = Launches(((None, KernelConfig("one_shot", 32)),), ((None, KernelConfig("one_shot", 32)),))
@@ -396,7 +396,7 @@ def test_communicators_are_ordered_on_their_gpu(monkeypatch):
     with fake_peer.no_gpus(monkeypatch, 1) as fake:
         contexts.install(fake.cu)
         contexts.stack[0] = 1  # the communicators are on GPU 0
-        comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(2)]
+        comms = [fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0)) for _ in range(2)]
         stream = Stream(Device(), 40)
         for comm in comms:
             reduce(comm, stream, 40, 20_000)  # the second takes more of the GPU, on the same stream
@@ -531,11 +531,11 @@ def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch
 
     launching_alone(monkeypatch)
     with fake_peer.no_gpus(monkeypatch, 1):
-        place = ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+        place = ThreadControlPlane(ThreadGroup(1), 0, 20.0)
         routes = [kind(place, Engine(), 0) for kind in (PeerBackend, Broken)]
         with pytest.raises(MemoryError):
             GPUBackend(place, routes)
-        comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+        comm = fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0))
         monkeypatch.setattr(ConcurrentKernels, "order", Mock(side_effect=AssertionError("not alone on its GPU")))
         comm.all_reduce(Array.zeros(40, np.float16, 0))
         comm.close()

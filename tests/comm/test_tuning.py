@@ -16,7 +16,7 @@ import pytest
 from kos.bench import __main__ as bench
 from kos.bench import tables as tune
 from kos.comm import making, tuning
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
@@ -199,7 +199,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]
     group = ThreadGroup(len(devices))
 
     def table(rank: int) -> Table:
-        return tuning.for_group(ThreadRendezvous(group, rank, 10), devices[rank])
+        return tuning.for_group(ThreadControlPlane(group, rank, 10), devices[rank])
 
     with installed(monkeypatch, SimpleNamespace(), gpus):
         return run_threads(*[partial(table, rank) for rank in range(len(devices))])

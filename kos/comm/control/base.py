@@ -1,4 +1,4 @@
-"""Rendezvous: how the ranks of a group find each other and exchange small messages."""
+"""ControlPlane: how the ranks of a group find each other and exchange small messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Location(NamedTuple):
         return name if name.startswith("host") else f"host {name}"
 
 
-class Rendezvous(ABC):
+class ControlPlane(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
 
     A backend checks its capabilities and never its type: ``threads`` (the ranks are threads of this process and share
@@ -215,7 +215,7 @@ class Rendezvous(ABC):
         """Every rank's message, in rank order; the group has two ranks or more.  Raises RendezvousError, RankLost."""
 
     @abstractmethod
-    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+    def split(self, color: int | None, key: int = 0) -> ControlPlane | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
 
     def deaths(self) -> dict[int, str]:
@@ -229,7 +229,7 @@ class Rendezvous(ABC):
     def change(
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
-    ) -> Rendezvous:  # fmt: skip
+    ) -> ControlPlane:  # fmt: skip
         """The group of the live ranks, in their order, and of ``newcomers`` after them; all live ranks call it.
 
         ``newcomers`` None: as many as were lost.  ``whole``: raise RankLost if a rank was lost.  ``terms``, of JSON's
@@ -245,7 +245,7 @@ class Rendezvous(ABC):
         """
         return False
 
-    def shrink(self) -> Rendezvous:
+    def shrink(self) -> ControlPlane:
         """The group of the surviving ranks, in their order; all of them call it.  Closes this one."""
         child = self.change("shrink")
         self.close()

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from kos.comm import watchdog
 from kos.comm.contract import UNMADE, Backend, messages_of
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
@@ -56,7 +56,7 @@ class GPUBackend(WatchedBackend):
     work: ClassVar[type[Work[Any]]] = DeviceWork
 
     def __init__(
-        self, rendezvous: Rendezvous, routes: Sequence[Backend], host: HostBackend | None = None
+        self, rendezvous: ControlPlane, routes: Sequence[Backend], host: HostBackend | None = None
     ) -> None:
         """``routes`` belong to this group and GPU.  If this raises, the caller aborts them.  Collective.
 
@@ -91,7 +91,7 @@ class GPUBackend(WatchedBackend):
             route.set_timeout(seconds)
 
     def split(
-        self, rendezvous: Rendezvous | None, color: int | None, key: int, host: HostBackend | None
+        self, rendezvous: ControlPlane | None, color: int | None, key: int, host: HostBackend | None
     ) -> GPUBackend | None:
         """The backend of a group of these ranks, beside its ``host``.  None without a ``rendezvous``.
 

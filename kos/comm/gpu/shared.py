@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.notices import Channel
 from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.order import Streams
@@ -38,7 +38,7 @@ class CommState:
 
     __slots__ = ("__dict__", "__weakref__", "last")  # the core writes it
 
-    def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: HostBackend | None) -> None:
+    def __init__(self, rendezvous: ControlPlane, failures: FailureLog, backend: Any, host: HostBackend | None) -> None:
         self.failures = failures
         self._backend = backend
         self.streams = Streams(backend.device)

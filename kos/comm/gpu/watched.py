@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from kos.comm import timeouts, watchdog
 from kos.comm.contract import Backend
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.failures import Late
 from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
@@ -48,7 +48,7 @@ class WatchedBackend:
     __slots__ = ("__dict__", "__weakref__", "_last")  # the core writes the last
     device: int
 
-    def __init__(self, rendezvous: Rendezvous, routes: Sequence[Backend], host: HostBackend | None) -> None:
+    def __init__(self, rendezvous: ControlPlane, routes: Sequence[Backend], host: HostBackend | None) -> None:
         self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
         self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
         self.timeout = rendezvous.timeout

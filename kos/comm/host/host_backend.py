@@ -20,7 +20,7 @@ import numpy as np
 from kos._core import native
 from kos.comm import timeouts
 from kos.comm.contract import UNMADE, Backend
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.failures import Late
 from kos.comm.host.shared import CallRing, Segment, SharedArrays, SharedMemoryTransport, await_transports, open_segment
 from kos.comm.matching import Envelope
@@ -56,7 +56,7 @@ class HostBackend:
     """What traces the launch of each operation of a batch."""
 
     def __init__(
-        self, rendezvous: Rendezvous, make: Callable[[Rendezvous, Engine], Backend], engine: Engine | None = None
+        self, rendezvous: ControlPlane, make: Callable[[ControlPlane, Engine], Backend], engine: Engine | None = None
     ) -> None:
         self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
         self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
@@ -91,7 +91,7 @@ class HostBackend:
         if self.transport.processes:
             at_exit(self)
 
-    def _share_memory(self, rendezvous: Rendezvous) -> None:
+    def _share_memory(self, rendezvous: ControlPlane) -> None:
         """Open what the ranks of this host share.  Collective."""
         if self.size > 1 and self.transport.processes:
             self._segment, self.shared_memory = open_segment(rendezvous)
@@ -108,7 +108,7 @@ class HostBackend:
         if rendezvous.local_size == self.size:
             self.arrays = SharedArrays(rendezvous)
 
-    def split(self, rendezvous: Rendezvous) -> HostBackend:
+    def split(self, rendezvous: ControlPlane) -> HostBackend:
         """The backend of a group of these ranks.  Waiting for its operations also advances those of this backend."""
         made = HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
         made.gpu_array_hint = self.gpu_array_hint

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.contract import Backend, Probe, Request
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.thread_rendezvous import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
@@ -48,7 +48,7 @@ class ThreadTransport(Backend):
 
     name = "mock"
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine) -> None:
         super().__init__(rendezvous, engine)
         assert rendezvous.threads is not None
         self.group: ThreadGroup = rendezvous.threads
@@ -63,7 +63,7 @@ class ThreadTransport(Backend):
         self._discarded: dict[int, Callable[[], None]] = {}  # tags whose messages are discarded -> callback
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         if rendezvous.threads is None:
             return Probe(False, "the ranks are not threads of one process")
         return Probe(True, f"{plural(rendezvous.size, 'rank')} in this process")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kos.comm.contract import Backend, Message, Piece, Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import NONE, Windows
 from kos.comm.gpu.order import Streams
@@ -81,7 +81,7 @@ class PeerBackend(Backend):
     watched, serial, sets_device = False, True, True
     device: int
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine, device: int | None = None) -> None:
         super().__init__(rendezvous, engine, device)
         self._rendezvous = rendezvous
         self._unmapped = False  # whether no rank maps another's windows any more
@@ -106,7 +106,7 @@ class PeerBackend(Backend):
         self._concurrent.add(self)
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         """Checks that cost nothing; ``__init__`` tests whether bytes move."""
         try:
             device = device_of(rendezvous)

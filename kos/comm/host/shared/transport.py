@@ -18,7 +18,7 @@ import numpy as np
 
 from kos._core import native
 from kos.comm.contract import Request
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Difference, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
@@ -74,7 +74,7 @@ class SharedMemoryTransport:
 
     check_seconds, last_checks = LONGEST_CHECK_SECONDS, 0
 
-    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
+    def __init__(self, calls: CallRing, engine: Engine, rendezvous: ControlPlane) -> None:
         self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
         self.ranks = calls.segment.ranks
         self.turns = calls.core  # for ``Matching``
@@ -89,7 +89,7 @@ class SharedMemoryTransport:
         vendor = cpu_vendor()
         self._core.marks, self._core.direct = vendor == "other", DIRECT_BYTES[vendor] if self.one_copy else 0
 
-    def _read_each_other(self, rendezvous: Rendezvous) -> bool:
+    def _read_each_other(self, rendezvous: ControlPlane) -> bool:
         """In another PID namespace a number may be another process's: read a token.  Collective.
 
         Raises InvalidArgument on all ranks if those of a host have several vendors.
@@ -303,7 +303,7 @@ class SharedMemoryTransport:
         return self._core.start(call, sequence, False, None if receives else array, array if receives else None)
 
 
-def await_transports(rendezvous: Rendezvous) -> None:
+def await_transports(rendezvous: ControlPlane) -> None:
     """Take part in the exchanges of the Nodes of other hosts, on a host that has none.  Collective."""
     for _ in range(2):
         rendezvous.barrier()
