@@ -16,7 +16,7 @@ from kos.bench.limits import DeviceLimits
 from kos.bench.measure import DeviceTimer, Job, Run, measure
 from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable

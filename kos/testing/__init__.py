@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_bool, check_timeout, number_in
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup, ThreadWorld, rank_thread
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup, ThreadWorld, rank_thread
 from kos.comm.one_thread import program_line
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan

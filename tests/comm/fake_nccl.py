@@ -26,7 +26,7 @@ import kos
 from kos.comm import contract, watchdog
 from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as device
 from kos.comm.gpu import nccl_binding, shared, works
 from kos.comm.gpu.backend import GPUBackend

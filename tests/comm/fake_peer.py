@@ -18,7 +18,7 @@ import pytest
 
 import kos
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.peer import backend as peer
 from kos.comm.gpu.peer import engine, exchange

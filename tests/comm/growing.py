@@ -9,7 +9,7 @@ import pytest
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, environment, free_port, run_threads
 
 Body = Callable[[kos.Communicator], Any]

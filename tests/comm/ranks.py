@@ -22,7 +22,7 @@ import pytest
 
 import kos
 from kos._core import native
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.errors import RankLost
 from kos.testing import spawn
 from kos.testing.conformance.failures import SHORT, Scenario, check

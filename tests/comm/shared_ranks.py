@@ -13,7 +13,7 @@ from kos import _core
 from kos.comm.communicator import Communicator
 from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.thread_rendezvous import ThreadControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.shared.segment import STARTED
 from tests.comm.ranks import on_threads

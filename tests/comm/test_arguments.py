@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.operations import COLLECTIVES
 from kos.cuda.streams import LEGACY
 from kos.errors import InvalidArgument, OutOfMemory

@@ -15,7 +15,7 @@ import kos
 from kos.bench import tables as tune
 from kos.comm import making
 from kos.comm.contract import Backend, Probe
-from kos.comm.control.thread_rendezvous import ThreadControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.gpu import works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend

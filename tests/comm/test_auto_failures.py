@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
 from tests.comm.ranks import on_each_rank, on_threads

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.memory.array import Array

@@ -14,7 +14,7 @@ import kos
 from kos.comm.control.bootstrap import default_rendezvous
 from kos.comm.control.env import Place
 from kos.comm.control.group import TCPControlPlane
-from kos.comm.control.thread_rendezvous import ThreadControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.control.wire import Acceptor
 from kos.errors import RendezvousError
 from kos.launcher import launched_rank

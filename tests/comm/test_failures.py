@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos.comm.contract import UNMADE
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup, ThreadWorld
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup, ThreadWorld
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.schedules import ScheduleError, registry

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import nccl_binding
 from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.memory import Array

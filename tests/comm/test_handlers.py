@@ -19,7 +19,7 @@ import pytest
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.host import tcp_messages
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import InvalidArgument, RankLost

@@ -12,7 +12,7 @@ import pytest
 
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPControlPlane
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.control.wire import Network
 from kos.comm.failures import FailureLog
 from kos.comm.host.shared.segment import Segment

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.memory import Windows, exchange_of
 from kos.comm.gpu.nccl import NCCLBackend

@@ -11,7 +11,7 @@ import pytest
 from kos.comm.control import mpi_job
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.hub import CONNECTION_CLOSED
-from kos.comm.control.mpi_rendezvous import MPIRanks
+from kos.comm.control.mpi import MPIRanks
 from kos.comm.control.notices import FORWARD_SECONDS
 from kos.errors import RankLost, RendezvousError
 from tests.comm.ranks import until

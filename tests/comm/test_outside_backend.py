@@ -19,7 +19,7 @@ import pytest
 import kos
 from kos.comm import registry
 from kos.comm.contract import Backend, Probe, lacking
-from kos.comm.control.thread_rendezvous import ThreadControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.errors import BackendUnavailable, InvalidArgument

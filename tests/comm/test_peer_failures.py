@@ -12,7 +12,7 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm import timeouts, tuning
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.engine import PeerEngine

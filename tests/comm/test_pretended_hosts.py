@@ -13,7 +13,7 @@ import pytest
 import kos
 from kos._core import native
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -361,7 +361,7 @@ def test_a_refused_message_does_not_leave_its_sender_waiting(options, tmp_path):
 
 WITHOUT_TCP = """
 import numpy as np, kos
-from kos.comm.control import mpi_rendezvous as mpi, offers
+from kos.comm.control import mpi as mpi, offers
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["KOS_HOST"] = {hosts}[int(rank)]
 offers.loopback_id = lambda: os.environ["KOS_HOST"]

@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.errors import RankLost
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import run_ranks, run_threads
@@ -128,7 +128,7 @@ def test_mpi(mpi_world, memory):
 
 PROGRAM = """
 import threading, numpy as np, kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadControlPlane
+from kos.comm.control.threads import ThreadGroup, ThreadControlPlane
 group = ThreadGroup(2)
 def rank(number):
     comms[number] = kos.init("mock", rendezvous=ThreadControlPlane(group, number), progress_thread=True)

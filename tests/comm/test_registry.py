@@ -11,7 +11,7 @@ import kos
 from kos.comm import registry
 from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.testing import spawn

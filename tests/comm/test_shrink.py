@@ -13,8 +13,8 @@ import pytest
 
 import kos
 from kos.comm.contract import CHANGES
-from kos.comm.control.mpi_rendezvous import wait_for_all
-from kos.comm.control.thread_rendezvous import RANK_THREAD, ThreadControlPlane, ThreadGroup, ThreadWorld
+from kos.comm.control.mpi import wait_for_all
+from kos.comm.control.threads import RANK_THREAD, ThreadControlPlane, ThreadGroup, ThreadWorld
 from kos.comm.failures import FailureLog
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import single_rendezvous
+from kos.comm.control.threads import single_rendezvous
 from kos.comm.failures import Late
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import RECENT

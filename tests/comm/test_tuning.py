@@ -16,7 +16,7 @@ import pytest
 from kos.bench import __main__ as bench
 from kos.bench import tables as tune
 from kos.comm import making, tuning
-from kos.comm.control.thread_rendezvous import ThreadControlPlane, ThreadGroup
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.errors import RendezvousError
 from tests.comm.ranks import on_threads
 

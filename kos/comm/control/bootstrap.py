@@ -28,9 +28,9 @@ from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.identity import claimed, hold, load_secret
 from kos.comm.control.join import call_members
-from kos.comm.control.mpi_rendezvous import rendezvous_of_mpi
+from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.offers import checked_offer, exchange_offer, listen_for, loopback_id, place_by
-from kos.comm.control.thread_rendezvous import RANK_THREAD, THREADS, join_threads, single_rendezvous
+from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
 from kos.comm.failures import FailureLog, Late
 from kos.errors import InvalidArgument, RendezvousError, ignored, report_without_own_frames
 from kos.launcher import by_variables, launched_place, under_mpirun

@@ -42,7 +42,7 @@ from kos.comm.control.identity import hold, load_secret
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel, Inbox
 from kos.comm.control.peers import connect_all, unreached
-from kos.comm.control.thread_rendezvous import ThreadGroup
+from kos.comm.control.threads import ThreadGroup
 from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, Network, copied, drive, is_loopback
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus

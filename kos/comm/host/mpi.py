@@ -21,7 +21,7 @@ import numpy as np
 from kos.comm.contract import CHANGES, Backend, Probe, Request
 from kos.comm.control import mpi_job
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.mpi_rendezvous import NAMING_SECONDS, await_request
+from kos.comm.control.mpi import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.shared.calls import CHECK_SECONDS

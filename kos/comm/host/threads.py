@@ -20,7 +20,7 @@ import numpy as np
 
 from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.thread_rendezvous import ThreadGroup, Waits
+from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Operation
