@@ -107,7 +107,7 @@ class FailureLog:
         self.left: dict[int, tuple[int, str, KosError | None]] = {}
         """The ranks that have left the group: the first collective that each does not begin, why, and the cause."""
         self.ring: Any = None
-        """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
+        """The calls and reports in the shared memory of this rank's host (``FingerprintRing``), if there is one."""
         self.owner: Callable[[], Any] = lambda: None
         """A weak reference to the communicator."""
         self.reporters: list[Any] = []

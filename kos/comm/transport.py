@@ -56,7 +56,7 @@ class ScheduledCalls:
         self.rank, self.size, self.transport = transport.rank, transport.size, transport
         self._shared, self._status = shared, transport.failures.status
         self.calls = None if shared is None else shared.calls
-        """The ``CallRing`` of this host, until the communicator is closed."""
+        """The ``FingerprintRing`` of this host, until the communicator is closed."""
         self.begun = 0
         """The number of the next collective."""
         self._carriers = [transport if shared is None or rank not in shared.ranks else shared for rank in range(self.size)]

@@ -19,7 +19,7 @@ from kos.comm.control.notices import Channel
 from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.order import Streams
 from kos.comm.host.host_backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import CallRing, open_segment
+from kos.comm.host.shared import FingerprintRing, open_segment
 from kos.comm.prepared import Prepared, described
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
@@ -43,7 +43,7 @@ class CommState:
         self._backend = backend
         self.streams = Streams(backend.device)
         self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
-        self.calls: CallRing | None = None
+        self.calls: FingerprintRing | None = None
         self.segment: str  # how calls are compared, or why they are not
         self.last: Work[Any] | None = None  # the last collective
         self.ended = False
@@ -58,7 +58,7 @@ class CommState:
         else:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
-                self.calls, self._owns_calls = CallRing(segment, failures), True
+                self.calls, self._owns_calls = FingerprintRing(segment, failures), True
                 at_exit(self)
         if self.calls is not None:
             self.calls.core.compare_at = _UNCONFIRMED  # the collective at which calls are compared again

@@ -22,7 +22,14 @@ from kos.comm import timeouts
 from kos.comm.contract import UNMADE, Backend
 from kos.comm.control.base import ControlPlane
 from kos.comm.failures import Late
-from kos.comm.host.shared import CallRing, Segment, SharedArrays, SharedMemoryTransport, await_transports, open_segment
+from kos.comm.host.shared import (
+    FingerprintRing,
+    Segment,
+    SharedArrays,
+    SharedMemoryTransport,
+    await_transports,
+    open_segment,
+)
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, Store, refuse, without_memory
@@ -65,7 +72,7 @@ class HostBackend:
         self.name = self.transport.name
         self._segment: Segment | None = None
         self.shared_memory = "a group of one"  # the segment's description, or why none is shared
-        self.calls: CallRing | None = None
+        self.calls: FingerprintRing | None = None
         """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         self.fingerprints = Fingerprints() if self.transport.processes else None  # None: this rank compares no calls
         self._shared_memory: SharedMemoryTransport | None = None  # the shared memory of this host
@@ -96,7 +103,7 @@ class HostBackend:
         if self.size > 1 and self.transport.processes:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
-            self.calls = self.fingerprints = CallRing(self._segment, self.failures)
+            self.calls = self.fingerprints = FingerprintRing(self._segment, self.failures)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             self._shared_memory = shared = SharedMemoryTransport(self.calls, self.engine, rendezvous)

@@ -1,7 +1,7 @@
 """Memory shared by the ranks of one host: compares their calls, detects dead ranks, and runs operations."""
 
-from kos.comm.host.shared.calls import ABORTED, CallRing
+from kos.comm.host.shared.calls import ABORTED, FingerprintRing
 from kos.comm.host.shared.segment import Segment, SharedArrays, open_segment
 from kos.comm.host.shared.transport import SharedMemoryTransport, await_transports
 
-__all__ = ["ABORTED", "CallRing", "SharedMemoryTransport", "Segment", "SharedArrays", "await_transports", "open_segment"]
+__all__ = ["ABORTED", "FingerprintRing", "SharedMemoryTransport", "Segment", "SharedArrays", "await_transports", "open_segment"]

@@ -19,7 +19,7 @@ import numpy as np
 from kos._core import native
 from kos.comm.contract import Request
 from kos.comm.control.base import ControlPlane
-from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Difference, Liveness
+from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Message, Operation
@@ -74,7 +74,7 @@ class SharedMemoryTransport:
 
     check_seconds, last_checks = LONGEST_CHECK_SECONDS, 0
 
-    def __init__(self, calls: CallRing, engine: Engine, rendezvous: ControlPlane) -> None:
+    def __init__(self, calls: FingerprintRing, engine: Engine, rendezvous: ControlPlane) -> None:
         self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
         self.ranks = calls.segment.ranks
         self.turns = calls.core  # for ``Matching``
