@@ -409,7 +409,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout of ``seconds`` has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
-            self.cancel(self.backend.failures.overdue(self.backend.late(self), self, seconds))
+            self.cancel(self.backend.failures.timeout_error(self.backend.late(self), self, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.remove(self)

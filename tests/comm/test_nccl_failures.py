@@ -243,7 +243,7 @@ def test_ranks_that_do_not_join_in_time(fake):
     never.set()
 
 
-class Late(threading.Event):
+class PendingRanks(threading.Event):
     """NCCL connects ranks only once this event is set.  The communicator must then be ended."""
 
     def __init__(self, fake: FakeNCCL) -> None:
@@ -258,7 +258,7 @@ class Late(threading.Event):
 
 @pytest.fixture
 def late(fake):
-    return Late(fake)
+    return PendingRanks(fake)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kos.comm import timeouts
 from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.comm.prepared import shortened
 from kos.cuda.devices import process_numa_node
 from kos.errors import (
@@ -278,8 +278,8 @@ class ControlPlane(ABC):
     ) -> KosError:
         """The error of ``what``, in which those ranks are missing at the timeout."""
         text = timeouts.late(self.failures.names(ranks, several), verb, self.timeout)
-        late = Late(ranks, text, absent=verb == timeouts.ARRIVE)
-        return self.failures.overdue(late, what, None, RendezvousError)
+        late = PendingRanks(ranks, text, absent=verb == timeouts.ARRIVE)
+        return self.failures.timeout_error(late, what, None, RendezvousError)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -31,7 +31,7 @@ from kos.comm.control.join import call_members
 from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.offers import checked_offer, exchange_offer, listen_for, loopback_id, place_by
 from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.errors import InvalidArgument, RendezvousError, ignored, report_without_own_frames
 from kos.launcher import by_variables, launched_place, under_mpirun
 from kos.memory.symmetric import Exchange
@@ -59,7 +59,7 @@ def store_rendezvous(
         listener, offer = _by_store(store, rank, size, timeout)
         if missing := offer.get("missing"):
             text = timeouts.late(failures.names(missing), timeouts.JOIN, timeout)
-            raise failures.overdue(Late(missing, text, absent=True), "rendezvous", None, RendezvousError)
+            raise failures.timeout_error(PendingRanks(missing, text, absent=True), "rendezvous", None, RendezvousError)
         place = place_by(rank, size, "the store", offer)
     return job_rendezvous(place, timeout, listener, failures)
 

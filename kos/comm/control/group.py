@@ -44,7 +44,7 @@ from kos.comm.control.notices import Channel, Inbox
 from kos.comm.control.peers import connect_all, unreached
 from kos.comm.control.threads import ThreadGroup
 from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, Network, copied, drive, is_loopback
-from kos.comm.failures import Late
+from kos.comm.failures import PendingRanks
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RendezvousError, by_handler, from_record
 from kos.files import allow_files, lack_of_files, lacks_files
@@ -402,7 +402,7 @@ class TCPControlPlane(ControlPlane):
             if time.monotonic() >= deadline:
                 me, hub = (self.failures.names([rank], False) for rank in (self.rank, 0))
                 silent = timeouts.unreached(me, hub, self.timeout, problem)
-                raise self.failures.overdue(Late([0], silent), "rendezvous", None, RendezvousError)
+                raise self.failures.timeout_error(PendingRanks([0], silent), "rendezvous", None, RendezvousError)
             time.sleep(pause)
             greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
 
@@ -475,7 +475,7 @@ class TCPControlPlane(ControlPlane):
         if not ranks:
             return RendezvousError(why)
         names = (named := self.failures.names(ranks)) + f" of {self.size}" * named.endswith("]")
-        return self.failures.overdue(Late(ranks, f"{names} {why}", absent=True), "rendezvous", None, RendezvousError)
+        return self.failures.timeout_error(PendingRanks(ranks, f"{names} {why}", absent=True), "rendezvous", None, RendezvousError)
 
     @property
     def local_rank(self) -> int:

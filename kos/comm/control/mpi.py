@@ -21,7 +21,7 @@ from kos.comm.control import mpi_job
 from kos.comm.control.base import ControlPlane
 from kos.comm.control.env import Place, job_rendezvous
 from kos.comm.control.offers import exchange_offer, place_by, unreachable
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
 
@@ -114,7 +114,7 @@ def wait_for_all(rendezvous: ControlPlane, what: str, wait: Callable[[], T | Non
         others = [each for each in range(size) if each != rank]
         named = failures.names(others, False) if size <= FEW else f"all other {size - 1} ranks"
         waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)
-        raise failures.overdue(Late(others, waited), f"rendezvous: {what}", None, RendezvousError)
+        raise failures.timeout_error(PendingRanks(others, waited), f"rendezvous: {what}", None, RendezvousError)
 
 
 def await_request(rendezvous: ControlPlane, what: str, request: Any) -> None:

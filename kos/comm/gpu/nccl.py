@@ -29,7 +29,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.contract import Backend, Message, Piece, Probe, messages_of
 from kos.comm.control.base import ControlPlane
-from kos.comm.failures import EndedEarly, Late
+from kos.comm.failures import EndedEarly, PendingRanks
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Scratch, Windows, exchange_of
@@ -155,7 +155,7 @@ class NCCLBackend(Backend):
         last = backend.shared.last or unstarted(what, backend)
         if late:
             known = backend.late(last)
-            raise self.failures.overdue(Late(known.ranks or known.others, absent=known.absent), text)
+            raise self.failures.timeout_error(PendingRanks(known.ranks or known.others, absent=known.absent), text)
         self.failures.show_wait(backend.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from kos.comm import timeouts, watchdog
 from kos.comm.contract import Backend
 from kos.comm.control.base import ControlPlane
-from kos.comm.failures import Late
+from kos.comm.failures import PendingRanks
 from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import CommState
@@ -169,7 +169,7 @@ class WatchedBackend:
 
     # Who is late.
 
-    def late(self, work: Work[Any]) -> Late:
+    def late(self, work: Work[Any]) -> PendingRanks:
         """Which ranks ``work`` waits for, as far as known, and how an error says that."""
         message, words = work.operation.message, timeouts.UNKNOWN
         if not work.collective:
@@ -180,7 +180,7 @@ class WatchedBackend:
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """The error of a call whose time is up.  Kernels of its route end, and report what they waited for."""
-        error = self.failures.overdue(self.late(work), work, seconds)
+        error = self.failures.timeout_error(self.late(work), work, seconds)
         for route in self.routes:
             if route is work.prepared.route and (waited := route.end_waits()):
                 error = error.copy(f"{error}; {waited}")
@@ -213,9 +213,9 @@ class WatchedBackend:
 
     def _look_at_deadlines(self, now: float) -> None:
         """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank has not begun in time."""
-        if (overdue := self._marks.overdue(now)) is not None:
-            late = overdue[0] or self._last or unstarted("watchdog", self)
-            raise self.timed_out(late, overdue[1])
+        if (timeout_error := self._marks.timeout_error(now)) is not None:
+            late = timeout_error[0] or self._last or unstarted("watchdog", self)
+            raise self.timed_out(late, timeout_error[1])
         if not self._marks.running and not self._marks.captured:
             self.shared.look_for_the_late(now)
         raise_if_stuck(self, now)

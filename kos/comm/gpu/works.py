@@ -143,7 +143,7 @@ class Marks:
         mark.end.record(stream)
         self._in_flight.append(mark)
 
-    def overdue(self, now: float) -> tuple[Work[Any] | None, float] | None:
+    def timeout_error(self, now: float) -> tuple[Work[Any] | None, float] | None:
         """A call that the GPU began longer ago than its timeout, and that; frees the marks that it has passed."""
         for mark in list(self._in_flight):
             if mark.ended():

@@ -21,7 +21,7 @@ from kos._core import native
 from kos.comm import timeouts
 from kos.comm.contract import UNMADE, Backend
 from kos.comm.control.base import ControlPlane
-from kos.comm.failures import Late
+from kos.comm.failures import PendingRanks
 from kos.comm.host.shared import (
     FingerprintRing,
     Segment,
@@ -259,23 +259,23 @@ class HostBackend:
         """Whether polling for ``work`` can move no data until another rank begins the call."""
         return work.collective and self.calls is not None and bool(self.calls.missing(work))
 
-    def late(self, work: Work[Any]) -> Late:
+    def late(self, work: Work[Any]) -> PendingRanks:
         """Which ranks ``work`` waits for, as far as known, and how an error says that."""
         if self._aborting:  # another thread frees what is read here
-            return Late(words=timeouts.UNKNOWN)
+            return PendingRanks(words=timeouts.UNKNOWN)
         names, left = self.failures.names, work.core_work  # of a collective in shared memory
         if not work.collective:
             return self._late_in_message(work)
         if late := self.transport.absent(work) if self.calls is None else self.calls.missing(work):
-            return Late(late, timeouts.late(names(late)), absent=True)
+            return PendingRanks(late, timeouts.late(names(late)), absent=True)
         if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
-            return Late(late, timeouts.stuck(names(late)))
+            return PendingRanks(late, timeouts.stuck(names(late)))
         if late := self.scheduled.awaited(self.scheduled.tag(work)):
-            return Late(late, timeouts.awaited(names(late)))
+            return PendingRanks(late, timeouts.awaited(names(late)))
         # kos cannot see for which ranks a native call of the transport waits, or its comparison of calls.
         arriving, in_native = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
         others = [rank for rank in range(self.size) if rank != self.rank] if arriving or in_native else []
-        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_complete=in_native)
+        return PendingRanks(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_complete=in_native)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""
@@ -286,7 +286,7 @@ class HostBackend:
         waits = receives and self.scheduled.matching.awaits(rank, tag)
         return waits or bool(self.scheduled.messages.in_flight(rank, tag, receives))
 
-    def _late_in_message(self, work: Work[Any]) -> Late:
+    def _late_in_message(self, work: Work[Any]) -> PendingRanks:
         message = work.operation.message
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
         if message.src == ANY:
@@ -300,7 +300,7 @@ class HostBackend:
         words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
         words += [timeouts.unreceived(names(dst, False))] if dst else []
         ranks = [*src, *(rank for rank in dst if rank not in src)]
-        return Late(ranks, " and ".join(words))
+        return PendingRanks(ranks, " and ".join(words))
 
     # Failures.
 
