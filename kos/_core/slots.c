@@ -48,7 +48,7 @@ static inline uint64_t depth_of(const kos_prepared *p, int has_waited) {
 }
 
 // The data of a parted slot for one receiver.  In turn, neighbours write the same lines.
-static inline uint64_t place_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
+static inline uint64_t offset_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
     return (uint64_t)((receiver - sender + g->size) % g->size) * p->per_stage;
 }
 
@@ -112,7 +112,7 @@ static void put_data(kos_group *g, kos_work *w, uint64_t stage) {
         for (int r = 0; r < g->size; r++) {
             piece = piece_of(p, p->parts[r], stage);
             if (r != g->rank)
-                memcpy(to + place_of(g, p, g->rank, r), from + piece.at, piece.bytes);
+                memcpy(to + offset_of(g, p, g->rank, r), from + piece.at, piece.bytes);
         }
 }
 
@@ -148,7 +148,7 @@ static void take_data(kos_group *g, kos_work *w, uint64_t stage) {
     sources_of(g, pattern, p->root, &first, &last);
     kos_part piece = piece_of(p, p->parts[g->size + g->rank], stage);
     for (int r = first; r < last; r++) {
-        const uint8_t *from = payload(g, p, w->first + stage, r) + (pattern->parted ? place_of(g, p, r, g->rank) : 0);
+        const uint8_t *from = payload(g, p, w->first + stage, r) + (pattern->parted ? offset_of(g, p, r, g->rank) : 0);
         // This rank's own data is still in its array, where reading it takes a third of the time (64 KB).
         if (r == g->rank)
             from = w->send + piece_of(p, p->parts[r], stage).at;

@@ -27,9 +27,9 @@ from kos.comm.arguments import (
     check_algorithm,
     check_bool,
     check_counts,
+    check_offset,
+    check_offsets,
     check_peer,
-    check_place,
-    check_places,
     check_rank,
     check_tag,
     check_timeout,
@@ -38,7 +38,7 @@ from kos.comm.arguments import (
     expect_place,
     in_and_out,
     output,
-    place_of,
+    output_offset,
     refuse_overlap,
     shard_shape,
     size_and_place,
@@ -589,7 +589,7 @@ class Operations:
         send_counts = check_counts("send_counts", send_counts, self.size, send)
         if recv_counts is None:
             size, place = size_and_place(out, send, stream)
-            check_place(place, None)
+            check_offset(place, None)
             mine = *send_counts, size
             *to_each, sizes = self._numbers_of_all("all_to_all_v", "recv_counts", options, send, mine)
             recv_counts = to_each[self.rank]
@@ -674,7 +674,7 @@ class Operations:
         recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
         send = self._whole(x, recv, root, stream)
         if counts is None:
-            size, place = (-1, -1) if send is None else (send.count, place_of(send, recv))
+            size, place = (-1, -1) if send is None else (send.count, output_offset(send, recv))
             mine = recv.count, size, place if self.rank == root else -1
             counts = self._counts_of_all("scatter_v", "x", options, recv, mine)
         counts = check_counts("counts", counts, self.size)
@@ -725,11 +725,11 @@ class Operations:
     ) -> tuple[int, ...]:
         """The counts of all ranks, for a call without ``counts``; all ranks raise if an array of one does not fit.
 
-        ``mine`` has this rank's count, the elements of ``whole`` (-1: it has none), and what ``place_of`` returns.
+        ``mine`` has this rank's count, the elements of ``whole`` (-1: it has none), and what ``output_offset`` returns.
         """
         counts, totals, places = self._numbers_of_all(name, "counts", options, buffer, mine)
         check_totals(whole, totals, [sum(counts)] * self.size)
-        check_places(places, counts)
+        check_offsets(places, counts)
         return counts
 
     def _numbers_of_all(
