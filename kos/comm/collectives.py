@@ -152,7 +152,7 @@ class Operations:
         """
         o = prepared.operation
         if not prepared.backend.on_gpu:
-            if out is None and prepared.gets:
+            if out is None and prepared.has_output:
                 out = array = np.empty(o.recv.shape, o.recv.dtype.numpy)  # type: ignore[union-attr]
             send = x if x is None or (type(x) is ndarray and x.ndim == 1) else _flat(x)
             recv = out if out is None or (type(out) is ndarray and out.ndim == 1) else _flat(out)
@@ -161,7 +161,7 @@ class Operations:
             work: Work[Any] = prepared.work(prepared, send, recv, array)
             return work
         handle, keeper = handle_and_keeper(stream)
-        if not prepared.fixed and streams.is_captured(handle):
+        if not prepared.capture_invariant and streams.is_captured(handle):
             return None
         start, end = (0 if each is None else _pointer(each) for each in (x, out))
         if o.send is o.recv:
@@ -213,7 +213,7 @@ class Operations:
         if work is None:
             return None, None
         has_key = has_key and (self._batch is None or self.device is None)
-        send, recv, core_call = work.held, work.array if work.prepared.gets else None, None
+        send, recv, core_call = work.held, work.array if work.prepared.has_output else None, None
         result = work.prepared.start(self, work)
         if has_key:
             with ignored(Exception):  # the call itself has succeeded
@@ -229,7 +229,7 @@ class Operations:
         rank has none.
         """
         prepared, objects = work.prepared, _objects(arguments, options.get("stream"))
-        if objects is None or work.convert is not None or not prepared.lasting or not _is_repeatable(work):
+        if objects is None or work.convert is not None or not prepared.cacheable or not _is_repeatable(work):
             return None
         o, x, out, unused = prepared.operation, -1, -1, []
         for number, each in enumerate(arguments):
@@ -244,7 +244,7 @@ class Operations:
         is_new = out < 0 and type(send) is type(recv) is ndarray
         if (x < 0 and send is not None) or (out < 0 and recv is not None and not is_new):
             return None
-        if unused and ((prepared.gets and o.name != "scatter") or any(map(_may_be_number, unused))):
+        if unused and ((prepared.has_output and o.name != "scatter") or any(map(_may_be_number, unused))):
             return None  # it may depend on the values of a further array
         if o.name.endswith("_v"):
             counts = sum(type(each) in (list, tuple) for each in arguments)
@@ -263,7 +263,7 @@ class Operations:
         example: Work[Any] = prepared.work(prepared)
         example.stream, example.queue = work.stream, work.queue
         kept = (*objects, *options)  # which the core compares by identity
-        about = prepared, prepared.description, example, work.queue, prepared.waits
+        about = prepared, prepared.description, example, work.queue, prepared.blocking
         return call, *about, reads, writes, x, out, *overlap, kept, guards
 
     def _prepare_anew(self, o: Operation) -> Prepared:
@@ -296,7 +296,7 @@ class Operations:
                 host_compressed.check(o)
             prepared = self._prepare_anew(o)
             prepared.description = self._group, prepared.operation
-            if prepared.lasting and not o.options.purpose:
+            if prepared.cacheable and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
         on_host = first is None or first.device is None
         if on_host:
@@ -970,9 +970,9 @@ def _pointer(x: Any) -> int:
 def _is_repeatable(work: Work[Any]) -> bool:
     """Whether later calls of the same key run as ``work``, inside and outside of a graph."""
     prepared = work.prepared
-    waits_on_host = prepared.backend.on_gpu and prepared.waits and not prepared.operation.options.on_stream
+    waits_on_host = prepared.backend.on_gpu and prepared.blocking and not prepared.operation.options.on_stream
     return not (prepared.name == "barrier" and waits_on_host) and (
-        prepared.fixed or not streams.is_captured(work.stream)
+        prepared.capture_invariant or not streams.is_captured(work.stream)
     )
 
 

@@ -46,7 +46,7 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
-        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "lasting", "launch",
+        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "cacheable", "launch",
         "name", "operation", "plan", "route", "sizeless", "text", "values", "waits", "work",
     )  # fmt: skip
 
@@ -58,13 +58,13 @@ class Prepared:
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
-        self.launch, self.plan, self.lasting = launch, plan, getattr(plan, "lasting", True)
+        self.launch, self.plan, self.cacheable = launch, plan, getattr(plan, "cacheable", True)
         """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared."""
-        self.work, self.gets = backend.work, operation.recv is not None
+        self.work, self.has_output = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
-        self.fixed = True
+        self.capture_invariant = True
         """Whether calls take the same route inside and outside a graph."""
-        self.waits = not operation.options.overlap
+        self.blocking = not operation.options.overlap
         self.values = _values(operation, self.route.name, getattr(plan, "name", None))
         """What must be equal on all ranks."""
         self.arguments = _arguments(operation, backend.group_suffix)
@@ -109,7 +109,7 @@ class Prepared:
                 if comm._tracing is None:
                     steps = self.launch(work)
                 else:
-                    with comm._tracing((work,), False, not self.waits):
+                    with comm._tracing((work,), False, not self.blocking):
                         steps = self.launch(work)
             if steps is not None:
                 backend.engine.begin(work, steps)
@@ -350,7 +350,7 @@ class Store(dict[Any, Prepared]):
         """Store the Prepared of a call on ``stream``."""
         if len(self) >= MOST_STORED:
             super().clear()
-        if not prepared.fixed:
+        if not prepared.capture_invariant:
             self[signature] = BY_CAPTURE
             signature = signature, is_captured(stream)
         self[signature] = prepared

@@ -162,7 +162,7 @@ class GPUBackend(WatchedBackend):
         if not uncaptured and windows.memories:  # else it runs only outside of graphs
             plan = replace(plan, memories=windows.under([x.pointer for x in (o.send, o.recv) if x]))
         prepared = Prepared(o, self, self.launch, plan, route)
-        prepared.fixed = fixed
+        prepared.capture_invariant = fixed
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
     def compare_host_calls(self, prepared: Prepared) -> Prepared:
@@ -207,7 +207,7 @@ class GPUBackend(WatchedBackend):
             if prepared.backend is not self or self.party(prepared) is None or self._may_follow(each):
                 continue
             with suppress(CudaError):  # which ends the communicator when the call starts
-                stream = each.stream if prepared.waits else self.side
+                stream = each.stream if prepared.blocking else self.side
                 self.order.check(route, stream, capture_of(each.stream), route.serial)
 
     def launch(self, work: Work[Any]) -> None:
@@ -223,8 +223,8 @@ class GPUBackend(WatchedBackend):
                 if sequence >= core.compare_at:
                     shared.confirm()
             elif not prepared.collective:
-                self._message_streams.add(work.stream if prepared.waits else self.side)
-            if not prepared.waits:
+                self._message_streams.add(work.stream if prepared.blocking else self.side)
+            if not prepared.blocking:
                 self._start_overlapped((work,))
             elif self._may_follow(work):
                 self._start(prepared.route, prepared.plan, work.stream, work.send, work.recv)

@@ -60,7 +60,7 @@ class EagerCalls:
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
         self._limit_streams([work.queue, *streams])
-        starts = prepared.backend is self._backend and prepared.waits
+        starts = prepared.backend is self._backend and prepared.blocking
         starts = starts and (x < 0 or bool(work.send)) and (out < 0 or bool(work.recv))
         call, guards = self._with_launches(work, overlap) if starts else (None, None)
         return call, x, out, guards
@@ -92,7 +92,7 @@ class EagerCalls:
         handle = owner.__cuda_stream__() if owner is not None and may_close(owner) else None
         needs_context = any(stream <= each.context_up_to for each in launches)
         context = int(driver.primary_context(prepared.backend.device)) if needs_context else 0
-        in_graph_alike = prepared.fixed and not plan.memories and len(launches) == 1
+        in_graph_alike = prepared.capture_invariant and not plan.memories and len(launches) == 1
         asks = launches and stream > LEGACY and not in_graph_alike
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0

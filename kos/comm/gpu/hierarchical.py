@@ -61,7 +61,7 @@ class Phases:
         self._sent, self._received = self._like.count, o.recv.count
         self._scratch = 0  # elements
         self._plans: list[tuple[Backend, Plan, int, int, int, int]] = []  # array and offset read, those written
-        self.lasting = True
+        self.cacheable = True
         getattr(self, f"_{o.name}")()
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
@@ -146,7 +146,7 @@ class Phases:
         form = self._o.options.compress if reduction is not None and part is self._rail else ""
         options = Options(timeout=self._o.options.timeout, compress=form)
         plan = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
-        self.lasting &= plan.lasting
+        self.cacheable &= plan.cacheable
         itemsize, (array, start, _) = self._like.dtype.itemsize, send or recv
         self._plans.append((part, plan, array, start * itemsize, recv[0], recv[1] * itemsize))
 
@@ -260,7 +260,7 @@ class HierarchicalBackend(Backend):
         if not buffer.count:
             return Plan((), PHASES)
         phases = Phases(self.backend, self.node, self.rail, o)
-        return Plan((phases,), PHASES, lasting=phases.lasting)
+        return Plan((phases,), PHASES, cacheable=phases.cacheable)
 
     def entered(self, stream: int) -> None:
         for part in self._parts:

@@ -323,7 +323,7 @@ class NCCLBackend(Backend):
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{sent} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
         name = windows_of(o, self._windows, how) if self._windows.memories else None
-        return replace(plan, name=name, lasting=connected, about=None if connected else kind)
+        return replace(plan, name=name, cacheable=connected, about=None if connected else kind)
 
     def start(self, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a plan.  At the first of its kind NCCL may connect to the other ranks, and wait for them."""

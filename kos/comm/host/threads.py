@@ -185,7 +185,7 @@ class ThreadTransport(Backend):
         works = watch.launched[self._me]
         works[:] = [each for each in works if not each[0].reported]
         works.append((work, *work.record[2:4]))  # type: ignore[index]
-        return run(work) if prepared.waits else watch.guard(work, run)
+        return run(work) if prepared.blocking else watch.guard(work, run)
 
     def _compute(self, work: Work[Any]) -> Steps | None:
         """Compute ``work`` in the ranks' memory.  Returns the steps that wait for other ranks; None on the last."""

@@ -167,7 +167,7 @@ class SharedMemoryTransport:
                 call, puts, gets = prepared.plan
                 if self._status.last is not None:
                     self._status.clear_failure()
-                waits = prepared.waits and not self.batch and not self._works
+                waits = prepared.blocking and not self.batch and not self._works
                 number = work.sequence if prepared.collective else native.WORD_SEQUENCE
                 left = self._core.start(call, number, waits, work.send if puts else None, work.recv if gets else None)
             else:
@@ -193,7 +193,7 @@ class SharedMemoryTransport:
         """
         prepared, send, recv = work.prepared, work.send, work.recv
         starts = prepared.plan is not None and prepared.launch != self._start_scaled
-        starts = starts and (prepared.waits or self._engine.thread is None) and (out >= 0 or not prepared.gets)
+        starts = starts and (prepared.blocking or self._engine.thread is None) and (out >= 0 or not prepared.has_output)
         if not starts or (send is not None and not send.size) or (recv is not None and not recv.size):
             return None, x, out, None
         call, puts, gets = prepared.plan
