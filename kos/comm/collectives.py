@@ -119,7 +119,7 @@ class Operations:
     """The open batch, which gets the calls, or None."""
     _store: Store
     _core_calls: Any = None
-    """The object that describes calls to the core (``SharedMemoryTransport``, ``EagerCalls``); None without the core."""
+    """What describes calls to the core (``SharedMemoryTransport``, ``EagerCalls``); None without the core."""
     _defaults: Options
     """The options of a call without keywords."""
     _closed = False

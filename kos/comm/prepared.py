@@ -46,8 +46,8 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
-        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "cacheable", "launch",
-        "name", "operation", "plan", "route", "sizeless", "text", "values", "waits", "work",
+        "arguments", "backend", "blocking", "cacheable", "capture_invariant", "collective", "description", "fingerprint",
+        "has_output", "launch", "name", "operation", "plan", "route", "sizeless", "text", "values", "work",
     )  # fmt: skip
 
     def __init__(
@@ -113,7 +113,7 @@ class Prepared:
                         steps = self.launch(work)
             if steps is not None:
                 backend.engine.begin(work, steps)
-            if not self.waits:
+            if not self.blocking:
                 return work
             if work.steps is not None or work._error is not None:
                 return work.wait()

@@ -43,8 +43,8 @@ _NBYTES = attrgetter("nbytes")
 class ScheduledCalls:
     """The operations of one rank over ``transport``, or through ``shared``, the shared memory of its host.
 
-    Messages of collectives go through shared memory to the ranks of this host.  Messages of the program go through it only if
-    it has all ranks of the group, as their matching cannot be split.
+    Messages of collectives go through shared memory to the ranks of this host.  Messages of the program go through it
+    only if it has all ranks of the group, as their matching cannot be split.
 
     The method ``_NAME`` runs the collective NAME, for example ``_all_reduce``, as a generator of steps.  Collectives
     that only move data need none (``_move``).  The steps write the result into ``work.recv``.  If the call returns
@@ -59,7 +59,8 @@ class ScheduledCalls:
         """The ``FingerprintRing`` of this host, until the communicator is closed."""
         self.begun = 0
         """The number of the next collective."""
-        self._carriers = [transport if shared is None or rank not in shared.ranks else shared for rank in range(self.size)]
+        near = () if shared is None else shared.ranks
+        self._carriers = [shared if rank in near else transport for rank in range(self.size)]
         self.messages: Any = transport if transport in self._carriers else shared
         """What carries the messages of the program."""
         self._one_host = self.size == 1 or self.messages is not transport

@@ -98,7 +98,8 @@ OVERDUE: dict[str, tuple[PendingRanks, dict[int, tuple[int, ...]], tuple[int, ..
     # One that runs may wait for one that is stopped where nobody sees that: in a call of a library, for one.
     "rank 2 is stopped": (PendingRanks([1, 2]), {}, (2,), BEYOND),
     # A rank that is not known to be absent may have stopped within the call.
-    **{f"{ranks} of hosts{', absent' * absent}": (PendingRanks(ranks, absent=absent), {}, tuple(ranks), named.format(how))
+    **{f"{ranks} of hosts{', absent' * absent}":
+       (PendingRanks(ranks, absent=absent), {}, tuple(ranks), named.format(how))
        for ranks, named in (([2, 3], "host b (ranks [2, 3]) {}"), ([3], "ranks [3] {}; rank 3 is on host b"),
                             ([1, 2, 3], "ranks [1, 2, 3] {}; rank 1 is on host a; ranks [2, 3] are on host b"),
                             ([4], "ranks [4] {}; rank 4 is on c"))
@@ -282,7 +283,8 @@ def test_a_cycle_with_a_call_that_is_not_known():
     """For example, the call of a rank of another host.  The error does not mention groups then."""
     status = _Waits({1: (2,), 2: (0,)}, {})
     status.last_calls |= {1: lambda: "world: barrier #0 at train.py:9", 2: lambda: ""}
-    text = str(FailureLog(range(3), 0, status).timeout_error(PendingRanks([1]), "world: recv_bytes #0, from rank 1 with tag 0", 1.0))
+    call = "world: recv_bytes #0, from rank 1 with tag 0"
+    text = str(FailureLog(range(3), 0, status).timeout_error(PendingRanks([1]), call, 1.0))
     assert "ranks [0, 1, 2] wait for one another" in text.split("; "), text
 
 

@@ -82,7 +82,9 @@ def pair() -> list[kos.Communicator]:
     """The communicators of two ranks.  The first has a progress thread."""
     group = ThreadGroup(2)
     return run_threads(*(
-        lambda rank=rank: kos.init("mock", rendezvous=ThreadControlPlane(group, rank, TIMEOUT), progress_thread=rank == 0)
+        lambda rank=rank: kos.init(
+            "mock", rendezvous=ThreadControlPlane(group, rank, TIMEOUT), progress_thread=rank == 0
+        )
         for rank in range(2)
     ))  # fmt: skip
 

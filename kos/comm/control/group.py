@@ -475,7 +475,8 @@ class TCPControlPlane(ControlPlane):
         if not ranks:
             return RendezvousError(why)
         names = (named := self.failures.names(ranks)) + f" of {self.size}" * named.endswith("]")
-        return self.failures.timeout_error(PendingRanks(ranks, f"{names} {why}", absent=True), "rendezvous", None, RendezvousError)
+        pending = PendingRanks(ranks, f"{names} {why}", absent=True)
+        return self.failures.timeout_error(pending, "rendezvous", None, RendezvousError)
 
     @property
     def local_rank(self) -> int:
