@@ -46,8 +46,8 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
-        "arguments", "backend", "blocking", "cacheable", "capture_invariant", "collective", "description", "fingerprint",
-        "has_output", "launch", "name", "operation", "plan", "route", "sizeless", "text", "values", "work",
+        "arguments", "backend", "blocking", "cacheable", "capture_invariant", "collective", "description",
+        "fingerprint", "has_output", "launch", "name", "operation", "plan", "route", "sizeless", "text", "values", "work",
     )  # fmt: skip
 
     def __init__(

@@ -6,6 +6,7 @@ import json
 import platform
 import struct
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -408,3 +409,11 @@ def _difference(messages: list[bytes], failures: FailureLog) -> KosError:
 def machine_id() -> str:
     """An identity of this machine, equal for processes exactly if they run on the same one, whatever ``KOS_HOST``."""
     return f"{platform.node()} {boot_id()}".rstrip()
+
+
+def __getattr__(name: str) -> Any:
+    """The old name of ControlPlane, until the next release."""
+    if name == "Rendezvous":
+        warnings.warn("kos.comm.control.base.Rendezvous is now ControlPlane", FutureWarning, stacklevel=2)
+        return ControlPlane
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,5 +5,6 @@ from kos.comm.host.shared.segment import Segment, SharedArrays, open_segment
 from kos.comm.host.shared.transport import SharedMemoryTransport, await_transports
 
 __all__ = [
-    "ABORTED", "FingerprintRing", "Segment", "SharedArrays", "SharedMemoryTransport", "await_transports", "open_segment",
+    "ABORTED", "FingerprintRing", "Segment", "SharedArrays", "SharedMemoryTransport", "await_transports",
+    "open_segment",
 ]  # fmt: skip
