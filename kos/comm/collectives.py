@@ -53,7 +53,7 @@ from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import BackendUnavailable, InvalidArgument, KosError, ignored
 from kos.memory import Array, Buffer, as_buffer, windows
-from kos.memory.buffer import handle_and_keeper
+from kos.memory.buffer import handle_and_owner
 from kos.memory.libraries import library_of
 
 Op = ReduceOp | PremulSum
@@ -160,14 +160,14 @@ class Operations:
                 send = recv = recv if send is None else send
             work: Work[Any] = prepared.work(prepared, send, recv, array)
             return work
-        handle, keeper = handle_and_keeper(stream)
+        handle, owner = handle_and_owner(stream)
         if not prepared.capture_invariant and streams.is_captured(handle):
             return None
         start, end = (0 if each is None else _pointer(each) for each in (x, out))
         if o.send is o.recv:
             start = end = start or end
         work = prepared.work(prepared, start, end, array)
-        work.stream, work.queue, work.held = handle, keeper, x
+        work.stream, work.stream_owner, work.held = handle, owner, x
         return work
 
     def _start_cached(self, prepared: Prepared, stream: Any, x: Any, out: Any) -> Any:
@@ -261,9 +261,9 @@ class Operations:
             return None
         call, reads, writes, guards = how
         example: Work[Any] = prepared.work(prepared)
-        example.stream, example.queue = work.stream, work.queue
+        example.stream, example.stream_owner = work.stream, work.stream_owner
         kept = (*objects, *options)  # which the core compares by identity
-        about = prepared, prepared.description, example, work.queue, prepared.blocking
+        about = prepared, prepared.description, example, work.stream_owner, prepared.blocking
         return call, *about, reads, writes, x, out, *overlap, kept, guards
 
     def _prepare_anew(self, o: Operation) -> Prepared:
@@ -282,9 +282,9 @@ class Operations:
         ``stream``: that of a call without arrays.  ``op``: as the caller passed it.
         """
         send, recv, first = o.send, o.recv, o.send or o.recv
-        handle, keeper = (0, None) if first is None else (first.stream, first.queue)
+        handle, owner = (0, None) if first is None else (first.stream, first.stream_owner)
         if stream is not None:
-            handle, keeper = handle_and_keeper(stream)
+            handle, owner = handle_and_owner(stream)
         signature = _signature(o, op)
         prepared: Prepared | None = self._store.get(signature)
         if prepared is BY_CAPTURE:
@@ -303,7 +303,7 @@ class Operations:
             work: Work[Any] = prepared.work(prepared, send and send.flat, recv and recv.flat)
         else:
             work = prepared.work(prepared, 0 if send is None else send.pointer, 0 if recv is None else recv.pointer)
-        work.stream, work.queue, work.held = handle, keeper, send and send.array
+        work.stream, work.stream_owner, work.held = handle, owner, send and send.array
         if recv is not None:
             work.array, work.convert = recv.array, recv.convert
         if o.residual is not None:

@@ -129,7 +129,7 @@ def without_memory(o: Operation) -> Operation:
     """The same request of any arrays that are alike."""
     send = None if o.send is None else _alike(o.send, 0)
     recv = send if o.recv is o.send else None if o.recv is None else _alike(o.recv, 1)
-    kept = o.residual and replace(o.residual, array=None, flat=_NO_VIEW, queue=None, convert=None)
+    kept = o.residual and replace(o.residual, array=None, flat=_NO_VIEW, stream_owner=None, convert=None)
     return replace(o, send=send, recv=recv, residual=kept)
 
 
@@ -155,7 +155,7 @@ def _alike(x: Buffer, number: int) -> Buffer:
     """
     near = x.device is None or (windows.memories and windows.place(x.pointer) == x.pointer)
     pointer: Any = x.pointer if near else Address(number, 0, x.pointer % 16)
-    return replace(x, array=None, flat=_NO_VIEW, pointer=pointer, queue=None, convert=None)
+    return replace(x, array=None, flat=_NO_VIEW, pointer=pointer, stream_owner=None, convert=None)
 
 
 def _values(o: Operation, backend: str, kernel: str | None) -> dict[str, Any]:

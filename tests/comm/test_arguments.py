@@ -213,7 +213,7 @@ def test_a_stream_that_its_owner_closed_is_not_used():
     assert as_buffer(x, "x", True, stream).stream == 40
     stream.handle = 0
     buffer = as_buffer(x, "x", True, stream)
-    assert (buffer.stream, buffer.queue) == (LEGACY, None)
+    assert (buffer.stream, buffer.stream_owner) == (LEGACY, None)
 
 
 class Wrapped:

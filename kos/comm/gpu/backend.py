@@ -237,7 +237,7 @@ class GPUBackend(WatchedBackend):
     def _may_follow(self, work: Work[Any]) -> bool:
         """Whether the call is on the stream of the last call, and may follow that without a new order."""
         held = self.shared.streams
-        if work.queue is not held.current or (party := self.party(work.prepared)) is not held.party:
+        if work.stream_owner is not held.current or (party := self.party(work.prepared)) is not held.party:
             return False
         # A kernel on a default stream goes to the current device.
         return party is None or work.stream > PER_THREAD or not party.serial or driver.is_current(self.device)
@@ -323,17 +323,17 @@ class GPUBackend(WatchedBackend):
         with driver.on_device(self.device):  # the legacy stream belongs to the current device
             several = {each.stream for each in works} if len(works) > 1 else ()
             for each in works:
-                held.hold(each.stream, each.queue, several)
+                held.hold(each.stream, each.stream_owner, several)
             alone = all(each.stream == first.stream for each in works)
             self._queue_marked(works, first.stream if alone else None)
             order, party = self.order, self.party(first.prepared)
-            kept = alone and held.keepers.get(first.stream, 0) is first.queue and held.is_kept(first.stream)
+            kept = alone and held.owners.get(first.stream, 0) is first.stream_owner and held.is_kept(first.stream)
             held.current, held.party = held.NONE, party
             # Nothing is called from here on, since another thread or a finalizer could make a call meanwhile.
             if kept and (order is None or party is None or (order.party is party and order.stream == first.stream)):
-                held.current = first.queue
+                held.current = first.stream_owner
             for each in works:
-                if type(each.queue) is int:  # nothing keeps the stream alive: record the end of the call
+                if type(each.stream_owner) is int:  # nothing keeps the stream alive: record the end of the call
                     held.mark(each.stream)
                 self._hold_array(each)
 

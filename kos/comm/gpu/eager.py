@@ -59,7 +59,7 @@ class EagerCalls:
         prepared = work.prepared
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
-        self._limit_streams([work.queue, *streams])
+        self._limit_streams([work.stream_owner, *streams])
         starts = prepared.backend is self._backend and prepared.blocking
         starts = starts and (x < 0 or bool(work.send)) and (out < 0 or bool(work.recv))
         call, guards = self._with_launches(work, overlap) if starts else (None, None)
@@ -78,7 +78,7 @@ class EagerCalls:
 
         Both are None if the core cannot make the launches, or if nothing keeps the stream alive.
         """
-        prepared, stream, owner = work.prepared, work.stream, work.queue
+        prepared, stream, owner = work.prepared, work.stream, work.stream_owner
         o, route = prepared.operation, prepared.route
         if o.options.purpose or work.convert is not None or (type(owner) is int and stream > LEGACY):
             return None, None

@@ -29,38 +29,38 @@ class Streams:
 
     def __init__(self, device: int) -> None:
         self.current: Any = self.NONE
-        """The keeper of the stream of the last call.  The next call on it need not hold it again, nor order it for
+        """The owner of the stream of the last call.  The next call on it need not hold it again, nor order it for
         ``party``."""
         self.party: Any = None
         """The party of the last call on that stream (``Order``); None if it needed no order."""
-        self.keepers: dict[int, Any] = {}
+        self.owners: dict[int, Any] = {}
         """The object that keeps a stream alive: None for the legacy default stream, the handle if none is known."""
         self.device = device
         self._ends: dict[tuple[int, int], Event] = {}  # the end of the last work, by capture (0: none) and stream
         self._spare: list[Event] = []
         self._event = Event(device)
 
-    def hold(self, stream: int, keeper: Any, beside: Collection[int] = ()) -> None:
-        """Hold ``keeper`` before work is queued on ``stream``.
+    def hold(self, stream: int, owner: Any, beside: Collection[int] = ()) -> None:
+        """Hold ``owner`` before work is queued on ``stream``.
 
         The same batch queues work on the streams ``beside``, so these are kept even if they are still idle.
         """
         self.current = self.NONE
-        if stream not in self.keepers:
-            if len(self.keepers) >= _MANY:
+        if stream not in self.owners:
+            if len(self.owners) >= _MANY:
                 self._remove_idle(beside)
-        elif type(keeper) is int and self.is_kept(stream):
-            if not self._waited_if_closed(stream, self.keepers[stream]):
+        elif type(owner) is int and self.is_kept(stream):
+            if not self._waited_if_closed(stream, self.owners[stream]):
                 return  # keep the object: the handle is its own, and work without an event may be queued on the stream
-        elif not self.is_kept(stream) and keeper is not self.keepers[stream] and not capture_of(stream):
+        elif not self.is_kept(stream) and owner is not self.owners[stream] and not capture_of(stream):
             end = self._ends.get((0, stream))
             if end is not None:  # perhaps another stream had this handle
                 end.hold(stream)
-        self.keepers[stream] = keeper
+        self.owners[stream] = owner
 
     def is_kept(self, stream: int) -> bool:
         """Whether ``stream`` may be queried after the call."""
-        return stream <= LEGACY or type(self.keepers.get(stream, 0)) is not int
+        return stream <= LEGACY or type(self.owners.get(stream, 0)) is not int
 
     def mark(self, stream: int) -> None:
         """Record the end of the work on ``stream``, if the stream is not kept."""
@@ -71,16 +71,16 @@ class Streams:
                 end = self._ends[place] = self._spare.pop() if self._spare else Event(self.device)
             end.record(stream)
 
-    def over(self, stream: int, keeper: Any) -> bool:
+    def over(self, stream: int, owner: Any) -> bool:
         """Whether all work queued on ``stream`` has run."""
-        if stream > LEGACY and type(keeper) is int:
+        if stream > LEGACY and type(owner) is int:
             end = self._ends.get((0, stream))
             return end is None or end.done()
-        return self._waited_if_closed(stream, keeper) or is_idle(stream)
+        return self._waited_if_closed(stream, owner) or is_idle(stream)
 
     def follow(self, stream: int, before: int, capture: int) -> None:
         """Make ``stream`` wait for the work queued on ``before``, both in ``capture``."""
-        if before not in self.keepers:  # the host has waited for it
+        if before not in self.owners:  # the host has waited for it
             return
         if (end := self._ends.get((capture, before))) is not None:
             end.hold(stream)  # even if the handles are equal: ``stream`` may be a new stream with this handle
@@ -89,9 +89,9 @@ class Streams:
 
     def must_follow(self, stream: int, before: int, capture: int) -> bool:
         """Whether work on ``stream`` must wait for the stream ``before``.  Raises InvalidArgument if it cannot."""
-        if before == stream or before not in self.keepers or not self.is_kept(before):
+        if before == stream or before not in self.owners or not self.is_kept(before):
             return False
-        if self._waited_if_closed(before, self.keepers[before]):
+        if self._waited_if_closed(before, self.owners[before]):
             return False
         if capture_of(before) != capture:
             raise InvalidArgument(
@@ -100,24 +100,24 @@ class Streams:
             )
         return True
 
-    def _waited_if_closed(self, stream: int, keeper: Any) -> bool:
+    def _waited_if_closed(self, stream: int, owner: Any) -> bool:
         """Whether the owner of ``stream`` has closed it; if so, waits on the host, since closing does not."""
-        closed = hasattr(keeper, "__cuda_stream__") and streams.handle(keeper) != stream
+        closed = hasattr(owner, "__cuda_stream__") and streams.handle(owner) != stream
         if closed:
             driver.synchronize(self.device)
         return closed
 
     def _remove_idle(self, beside: Collection[int]) -> None:
         with relaxed_capture():
-            for stream, keeper in list(self.keepers.items()):
+            for stream, owner in list(self.owners.items()):
                 captured = self.is_kept(stream) and capture_of(stream)
-                if stream not in beside and not captured and self.over(stream, keeper):
+                if stream not in beside and not captured and self.over(stream, owner):
                     self.forget(stream)
 
     def forget(self, stream: int) -> None:
         """Remove ``stream``, after the host has waited for its work."""
         self.current = self.NONE
-        self.keepers.pop(stream, None)
+        self.owners.pop(stream, None)
         for place in [place for place in self._ends if place[1] == stream]:
             self._spare.append(self._ends.pop(place))
 
@@ -176,7 +176,7 @@ class Order:
         former, (last, followed, own) = self._last.get(capture, (party, ((), (), {})))
         if serial or former is not party or not all(map(held.is_kept, last)):
             return (), dict.fromkeys((*last, *(own.get(party, ()) if serial else ()))), own
-        return [stream for stream in last if stream in held.keepers], followed, own
+        return [stream for stream in last if stream in held.owners], followed, own
 
     def check(self, party: Any, stream: int, capture: int, serial: bool) -> None:
         """Raise InvalidArgument if ``enter`` would: work on ``stream`` would follow a stream that is being captured."""
@@ -190,6 +190,6 @@ class Order:
             return
         held, (_, (last, _, _)) = self._streams, self._last[0]
         for stream, before in product(here, last):
-            kept = before in held.keepers and held.is_kept(before)
+            kept = before in held.owners and held.is_kept(before)
             if kept and before != stream and capture_of(before) == capture:
                 held.follow(stream, before, capture)

@@ -264,7 +264,7 @@ class CommState:
     def post_end(self, reason: str) -> None:
         """Before an abort: the other ranks may wait for any of what this one has queued."""
         if self.calls is not None:
-            waits = self.streams.keepers and self.calls.failure() is None
+            waits = self.streams.owners and self.calls.failure() is None
             cause = self.failures.cause()
             first = 0 if waits else self.calls.begun
             self.calls.report_end(first, reason, cause)

@@ -135,9 +135,9 @@ class WatchedBackend:
         last = self._last or unstarted("synchronize", self)
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
-        several = self.streams.keepers.copy() if stream is None else {stream: None}
-        for each, keeper in several.items():
-            self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout or self.timeout)
+        several = self.streams.owners.copy() if stream is None else {stream: None}
+        for each, owner in several.items():
+            self.wait_on_host(last, partial(self.is_idle, each, owner), timeout or self.timeout)
         last.record_end(time.time_ns())
         for each in several:
             self.streams.forget(each)
@@ -155,17 +155,17 @@ class WatchedBackend:
         It does not wait for messages, nor for what is queued behind them.
         """
         last = self._last or unstarted("synchronize", self)
-        several = {each: keeper for each, keeper in self.streams.keepers.items() if not is_captured(each)}
-        for each, keeper in several.items():
+        several = {each: owner for each, owner in self.streams.owners.items() if not is_captured(each)}
+        for each, owner in several.items():
             if each not in self._message_streams:
-                self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout)
+                self.wait_on_host(last, partial(self.is_idle, each, owner), timeout)
                 self.streams.forget(each)
-        return not all(self.is_idle(each, keeper) for each, keeper in several.items() if each in self._message_streams)
+        return not all(self.is_idle(each, owner) for each, owner in several.items() if each in self._message_streams)
 
-    def is_idle(self, stream: int, keeper: Any) -> bool:
+    def is_idle(self, stream: int, owner: Any) -> bool:
         """Whether everything that was queued on the stream has run."""
         with driver.on_device(self.device):
-            return self.streams.over(stream, keeper)
+            return self.streams.over(stream, owner)
 
     # Who is late.
 
@@ -297,7 +297,7 @@ class WatchedBackend:
     def signal_end(self, reason: str) -> None:
         """Report the end to the other ranks, and signal waiting kernels to end, before anything is freed."""
         self.unwatch()
-        if self.streams.keepers:
+        if self.streams.owners:
             self.shared.post_end(reason)
         else:
             self.shared.report_end(reason)

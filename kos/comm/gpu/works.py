@@ -38,7 +38,7 @@ class DeviceWork(Work[Any]):
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with everything on its stream)."""
         if self.event is None:
-            idle: bool = self.backend.is_idle(self.stream, self.queue)
+            idle: bool = self.backend.is_idle(self.stream, self.stream_owner)
             return idle
         (status,) = cu.cuEventQuery(self.event.handle)
         return is_over("cuEventQuery", status)
