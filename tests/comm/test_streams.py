@@ -96,21 +96,21 @@ class Device:
             self._behind.setdefault(place, set()).update(behind)
         return (0,)
 
-    def launched(self, stream: int, party: Any) -> None:
-        """Fail unless the launch comes after all those of other parties of this rank; a party orders its own."""
+    def launched(self, stream: int, route: Any) -> None:
+        """Fail unless the launch comes after all those of other routes of this rank; a route orders its own."""
         with self._lock:
             place, rank = self._asked(stream), threading.get_ident()
             behind = self._behind.setdefault(place, set())
-            if party is not None:
-                behind |= self._last.get((party, place[0]), set())
+            if route is not None:
+                behind |= self._last.get((route, place[0]), set())
             calls = self._calls.setdefault((rank, place[0]), [])
-            others = {call for call, other in calls if party is None or other != party}
+            others = {call for call, other in calls if route is None or other != route}
             missed = others - behind - self.over
             assert not missed, f"call {len(calls)} on stream {stream} does not follow call {missed}"
             call = (rank, place[0], len(calls))
-            calls.append((call, party))
+            calls.append((call, route))
             behind.add(call)
-            self._last[party, place[0]] = set(behind)
+            self._last[route, place[0]] = set(behind)
 
     @contextmanager
     def capturing(self, stream: int) -> Iterator[None]:
@@ -342,7 +342,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch, follows
     """
     device, launched = Device(), []
     launching_alone(monkeypatch)
-    device.launched = lambda stream, party: launched.append(stream)
+    device.launched = lambda stream, route: launched.append(stream)
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132) as fake:
         device.install(fake.cu)
         fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
@@ -377,8 +377,8 @@ def test_a_serial_party_follows_its_own_work(fake_device, follows):
     for stream in kept:
         held.hold(stream.handle, stream)
     order = Order(held)
-    for party, stream in (("peer", 1000), ("other", 1001), ("other", 1002), ("peer", 1003)):
-        order.enter(party, (stream,), party == "peer")
+    for route, stream in (("peer", 1000), ("other", 1001), ("other", 1002), ("peer", 1003)):
+        order.enter(route, (stream,), route == "peer")
     assert follows == [(1001, 1000), (1002, 1000), (1003, 1001), (1003, 1002), (1003, 1000)]
 
 

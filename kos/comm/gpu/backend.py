@@ -194,7 +194,7 @@ class GPUBackend(WatchedBackend):
         calls = EagerCalls(self.shared.calls.core, self.shared, self)
         return (calls.core, calls) if calls.core_reads_arrays() else (None, None)
 
-    def party(self, prepared: Prepared) -> Any:
+    def ordered_route(self, prepared: Prepared) -> Any:
         """The route of a call, if the call must be ordered among those of other routes; None if not, as for a copy."""
         return None if self.order is None or not prepared.plan.waits else prepared.route
 
@@ -204,7 +204,7 @@ class GPUBackend(WatchedBackend):
         """Raise InvalidArgument if a call would follow one whose stream is being captured.  The call gets no number."""
         for each in works if self.order is not None and self.failures.first is None else ():
             prepared, route = each.prepared, each.prepared.route
-            if prepared.backend is not self or self.party(prepared) is None or self._may_follow(each):
+            if prepared.backend is not self or self.ordered_route(prepared) is None or self._may_follow(each):
                 continue
             with suppress(CudaError):  # which ends the communicator when the call starts
                 stream = each.stream if prepared.blocking else self.side
@@ -237,10 +237,10 @@ class GPUBackend(WatchedBackend):
     def _may_follow(self, work: Work[Any]) -> bool:
         """Whether the call is on the stream of the last call, and may follow that without a new order."""
         held = self.shared.streams
-        if work.stream_owner is not held.current or (party := self.party(work.prepared)) is not held.party:
+        if work.stream_owner is not held.current or (route := self.ordered_route(work.prepared)) is not held.route:
             return False
         # A kernel on a default stream goes to the current device.
-        return party is None or work.stream > PER_THREAD or not party.serial or driver.is_current(self.device)
+        return route is None or work.stream > PER_THREAD or not route.serial or driver.is_current(self.device)
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
         self.shared.announce_on_host(work)
@@ -326,11 +326,11 @@ class GPUBackend(WatchedBackend):
                 held.hold(each.stream, each.stream_owner, several)
             alone = all(each.stream == first.stream for each in works)
             self._queue_marked(works, first.stream if alone else None)
-            order, party = self.order, self.party(first.prepared)
+            order, route = self.order, self.ordered_route(first.prepared)
             kept = alone and held.owners.get(first.stream, 0) is first.stream_owner and held.is_kept(first.stream)
-            held.current, held.party = held.NONE, party
+            held.current, held.route = held.NONE, route
             # Nothing is called from here on, since another thread or a finalizer could make a call meanwhile.
-            if kept and (order is None or party is None or (order.party is party and order.stream == first.stream)):
+            if kept and (order is None or route is None or (order.route is route and order.stream == first.stream)):
                 held.current = first.stream_owner
             for each in works:
                 if type(each.stream_owner) is int:  # nothing keeps the stream alive: record the end of the call

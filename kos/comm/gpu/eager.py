@@ -2,7 +2,7 @@
 
 The core can repeat a call that Python has made, under two conditions.  The call has queued only launches on the stream
 of its arrays, and nothing on which these launches depend has changed.  For example, the last call must have had the
-same stream and route (``Streams.current``, ``party``).  Code that ends this state, such as the watchdog, sets
+same stream and route (``Streams.current``, ``route``).  Code that ends this state, such as the watchdog, sets
 ``current`` to ``Streams.NONE``.
 """
 
@@ -99,8 +99,8 @@ class EagerCalls:
         numbers = len(launches), prepared.fingerprint, stream, route.failed_word, *room, context, current, captured
         distance, *nbytes = overlap
         packed = struct.pack("=13Q", *numbers, *nbytes, distance) + b"".join(map(pack, launches))
-        party = prepared.backend.party(prepared)
-        guards = self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared
+        route = prepared.backend.ordered_route(prepared)
+        guards = self._shared.streams, owner, route, handle, launches, prepared.backend, self._shared
         return bytearray(native.PLAN_AT) + packed, guards
 
     def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:

@@ -22,7 +22,7 @@ _MANY = 16
 class Streams:
     """Streams with work that the host has not waited for, by handle."""
 
-    __slots__ = ("__dict__", "__weakref__", "current", "party")  # the core reads these two
+    __slots__ = ("__dict__", "__weakref__", "current", "route")  # the core reads these two
 
     NONE = object()
     """The value of ``current`` if there is none."""
@@ -30,9 +30,9 @@ class Streams:
     def __init__(self, device: int) -> None:
         self.current: Any = self.NONE
         """The owner of the stream of the last call.  The next call on it need not hold it again, nor order it for
-        ``party``."""
-        self.party: Any = None
-        """The party of the last call on that stream (``Order``); None if it needed no order."""
+        ``route``."""
+        self.route: Any = None
+        """The route of the last call on that stream (``Order``); None if it needed no order."""
         self.owners: dict[int, Any] = {}
         """The object that keeps a stream alive: None for the legacy default stream, the handle if none is known."""
         self.device = device
@@ -126,7 +126,7 @@ _Turn = tuple[Collection[int], Collection[int], dict[Any, Collection[int]]]
 
 
 class Order:
-    """Orders the work of several parties (routes, which take turns) on any of the ``streams``.
+    """Orders the work of several routes (routes, which take turns) on any of the ``streams``.
 
     Captured work and uncaptured work cannot wait for each other.  So each capture has an order of its own, and
     uncaptured work follows the last uncaptured work, regardless of captures in between.
@@ -134,53 +134,53 @@ class Order:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        # For each capture, the last party and its turn.  A turn has three parts: the streams of the party, the streams
-        # that each of them follows, and the streams of the last work of each serial party.  A party that is not serial
+        # For each capture, the last route and its turn.  A turn has three parts: the streams of the route, the streams
+        # that each of them follows, and the streams of the last work of each serial route.  A route that is not serial
         # may use several streams in its turn.
         self._last: dict[int, tuple[Any, _Turn]] = {}
-        self.party: Any = None
-        """The last party.  It may queue more work on ``stream`` without another call of ``enter``."""
+        self.route: Any = None
+        """The last route.  It may queue more work on ``stream`` without another call of ``enter``."""
         self.stream = -1  # no stream
         self._turn = 0
 
-    def enter(self, party: Any, mine: Collection[int], serial: bool) -> None:
-        """Order the next work of ``party``, on the streams ``mine``, behind the last work of other parties.
+    def enter(self, route: Any, mine: Collection[int], serial: bool) -> None:
+        """Order the next work of ``route``, on the streams ``mine``, behind the last work of other routes.
 
-        The work of a ``serial`` party is also ordered behind its own last work, even if other parties have queued work
+        The work of a ``serial`` route is also ordered behind its own last work, even if other routes have queued work
         since, and even if it was on other streams.
         """
-        held, self.stream, self.party = self._streams, -1, party
+        held, self.stream, self.route = self._streams, -1, route
         self._turn = turn = self._turn + 1
         captures: dict[int, list[int]] = {}
         for stream in mine:
             captures.setdefault(capture_of(stream), []).append(stream)
         for capture, here in captures.items():
-            together, followed, own = self._turn_of(party, capture, serial)
+            together, followed, own = self._turn_of(route, capture, serial)
             new = [stream for stream in here if stream not in together]
             for stream, before in product(new, followed):
                 held.follow(stream, before, capture)
             if capture and capture not in self._last:
                 self._follow_started_capture(here, capture)
             if turn != self._turn:  # a finalizer has made a call meanwhile: this one follows it
-                return self.enter(party, mine, serial)
+                return self.enter(route, mine, serial)
             here = [*together, *new]
-            self._last[capture] = party, (here, followed, {**own, party: here} if serial else own)
+            self._last[capture] = route, (here, followed, {**own, route: here} if serial else own)
         for ended in sorted(each for each in self._last if each)[:-_MANY]:
             del self._last[ended]
         if captures.keys() == {0} and len(mine) == 1 and all(map(held.is_kept, mine)):
             self.stream = next(iter(mine))
 
-    def _turn_of(self, party: Any, capture: int, serial: bool) -> _Turn:
-        """The turn of ``party``: its streams, those that its other streams must follow, and those of serial parties."""
+    def _turn_of(self, route: Any, capture: int, serial: bool) -> _Turn:
+        """The turn of ``route``: its streams, those that its other streams must follow, and those of serial routes."""
         held = self._streams
-        former, (last, followed, own) = self._last.get(capture, (party, ((), (), {})))
-        if serial or former is not party or not all(map(held.is_kept, last)):
-            return (), dict.fromkeys((*last, *(own.get(party, ()) if serial else ()))), own
+        former, (last, followed, own) = self._last.get(capture, (route, ((), (), {})))
+        if serial or former is not route or not all(map(held.is_kept, last)):
+            return (), dict.fromkeys((*last, *(own.get(route, ()) if serial else ()))), own
         return [stream for stream in last if stream in held.owners], followed, own
 
-    def check(self, party: Any, stream: int, capture: int, serial: bool) -> None:
+    def check(self, route: Any, stream: int, capture: int, serial: bool) -> None:
         """Raise InvalidArgument if ``enter`` would: work on ``stream`` would follow a stream that is being captured."""
-        together, followed, _ = self._turn_of(party, capture, serial)
+        together, followed, _ = self._turn_of(route, capture, serial)
         for before in followed if stream not in together else ():
             self._streams.must_follow(stream, before, capture)
 
