@@ -101,7 +101,7 @@ void kos_put_offer(kos_group *g, kos_work *w) {
             if (readable < 0)
                 readable = g->direct && !kos_read(g, g->rank, &byte, address, 1);
             offer->parts[r].at = readable ? address : KOS_LATER;
-            w->drains |= readable > 0;
+            w->awaits_readers |= readable > 0;
             later = !readable && mine.bytes > later ? mine.bytes : later;
         }
     }
