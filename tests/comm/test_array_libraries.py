@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm.gpu.works import free_finished
+from kos.comm.gpu.gpu_work import free_finished
 from kos.cuda import driver, streams
 from kos.memory import as_buffer
 from kos.memory.array import Array

@@ -28,12 +28,12 @@ from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
+from kos.comm.gpu.gpu_health import WatchedBackend
+from kos.comm.gpu.gpu_work import DeviceWork, PooledEvent, free_finished
 from kos.comm.gpu.memory import exchange_of
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import PHASES, Choices, single_rank_plan
-from kos.comm.gpu.watched import WatchedBackend
-from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared, without_memory

@@ -20,10 +20,10 @@ from kos.comm import timeouts, watchdog
 from kos.comm.contract import Backend
 from kos.comm.control.base import ControlPlane
 from kos.comm.failures import PendingRanks
+from kos.comm.gpu.gpu_work import Marks, unstarted
 from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import CommState
-from kos.comm.gpu.works import Marks, unstarted
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.prepared import Store
 from kos.comm.waits import Backoff, start_in_thread
