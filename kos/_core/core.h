@@ -173,8 +173,8 @@ enum kos_operation {
 enum kos_algorithm {
     KOS_SLOTS,     // through the slots, in as many stages as the largest part needs
     KOS_TWO_SHOT,  // a reduction in which each rank reduces its part: stages of reduce_scatter and of gather alternate
-    KOS_ANNOUNCED,     // the first stage says where the data is: in the slot, in the rank's memory, or in later stages
-    KOS_MESSAGE,      // messages
+    KOS_ANNOUNCED,  // the first stage says where the data is: in the slot, in the rank's memory, or in later stages
+    KOS_POINT_TO_POINT,  // messages
 };
 
 // The part of an array that goes to, or comes from, one rank.
@@ -186,7 +186,7 @@ typedef struct {
 enum kos_who { KOS_NOBODY, KOS_EVERYBODY, KOS_ROOT, KOS_OTHERS, KOS_UP_TO_ME, KOS_BELOW_ME };
 typedef struct {
     uint8_t putters, takers, sources;
-    uint8_t per_rank;   // a slot has a part for each rank, else all ranks read the same data
+    uint8_t per_rank;  // a slot has a part for each rank, else all ranks read the same data
     uint8_t reduces;  // what is taken is reduced, else copied
 } kos_pattern;
 
@@ -212,8 +212,8 @@ typedef struct {
     unsigned alignment;
     uint8_t operation, algorithm;
     uint8_t small;                   // the payload shares the cache line of the stamp
-    uint8_t synchronizes;                   // all ranks wait for all
-    uint8_t awaits_all;                // this rank waits for all in its first stage
+    uint8_t synchronizes;            // all ranks wait for all
+    uint8_t awaits_all;              // this rank waits for all in its first stage
     uint8_t any_length;              // a receive of bytes
     int root, dst, src;
     uint64_t tag, recv_tag;          // of messages, with the dtype
@@ -246,7 +246,7 @@ typedef struct kos_work {
     uint64_t progress;           // stage of the call << 3 | phase
     int peer;                    // the first rank whose payload has not been seen
     int unreadable;              // 1 + a rank whose memory could not be read, or 0
-    uint8_t awaits_readers;              // ends when all ranks have read
+    uint8_t awaits_readers;      // ends when all ranks have read
     kos_result result;           // of a KOS_BROKEN one
     struct kos_work *next;
     kos_message send_end, recv_end;

@@ -137,7 +137,7 @@ int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
     const int any = q->operation == KOS_RECV && q->src == KOS_ANY_RANK;
     if (q->dst < 0 || q->dst >= g->size || (q->src < 0 && !any) || q->src >= g->size || (q->tag | q->recv_tag) >> KOS_DTYPE_AT)
         return -1;
-    p->algorithm = KOS_MESSAGE;
+    p->algorithm = KOS_POINT_TO_POINT;
     p->alignment = 1;
     p->dst = q->dst;
     p->src = q->src;

@@ -47,7 +47,7 @@ static inline uint64_t depth_of(const kos_prepared *p, int has_waited) {
     return p->small ? KOS_SLOT_DEPTH >> has_waited : KOS_AREA_DEPTH;
 }
 
-// The data of a per_rank slot for one receiver.  In turn, neighbours write the same lines.
+// The data of a slot with a part for each rank, for one receiver.  In turn, neighbours write the same lines.
 static inline uint64_t offset_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
     return (uint64_t)((receiver - sender + g->size) % g->size) * p->per_stage;
 }

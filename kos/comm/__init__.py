@@ -10,7 +10,7 @@ from kos.comm.arguments import NCCLOptions, check_bool, check_nccl, check_timeou
 from kos.comm.batch import Batch
 from kos.comm.communicator import Communicator
 from kos.comm.control.bootstrap import default_rendezvous, join_rendezvous, rendezvous_of
-from kos.comm.init import communicator, sees_gpu, versions
+from kos.comm.create import communicator, sees_gpu, versions
 from kos.comm.matching import Envelope
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp

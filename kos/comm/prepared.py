@@ -47,7 +47,8 @@ class Prepared:
 
     __slots__ = (
         "arguments", "backend", "blocking", "cacheable", "capture_invariant", "collective", "description",
-        "fingerprint", "has_output", "launch", "name", "operation", "plan", "route", "sizeless", "text", "values", "work",
+        "fingerprint", "has_output", "launch", "name", "operation", "plan", "route", "sizeless", "text", "values",
+        "work",
     )  # fmt: skip
 
     def __init__(

@@ -14,7 +14,7 @@ MINE = {"kos": "1.0", "Python": "3.11.7", "NumPy": "2.1"}
 
 def init(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, str]) -> list[str]:
     """What ``kos.init`` raised on each rank, if anything; the ranks have these versions instead of ``MINE``."""
-    monkeypatch.setattr("kos.comm.init.versions", lambda: {**MINE, **ranks[int(threading.current_thread().name)]})
+    monkeypatch.setattr("kos.comm.create.versions", lambda: {**MINE, **ranks[int(threading.current_thread().name)]})
     errors = [""] * len(ranks)
 
     def rank(rendezvous: ThreadControlPlane) -> None:
