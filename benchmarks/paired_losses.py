@@ -31,7 +31,7 @@ from kos.train.device.choose import layout_of, make_device
 from kos.train.machine import limit_threads, thread_pools
 from kos.train.parallel.failures import Stop, together
 from kos.train.parallel.mesh import Mesh
-from kos.train.train import StepResult, train
+from kos.train.step import StepResult, train
 
 WARM_UP = 0.05  # fraction of the steps of a run
 VARIED = ("seed", "steps", "warmup_steps", "eval_every")
@@ -140,7 +140,7 @@ class BaselinePlan(Plan):
 
 
 class Curve:
-    """What the trainer's loop reports to (``kos.train.train.Run``): the losses of a run, which it stops if they end."""
+    """What ``kos.train.step.train`` reports to: the losses of a run, which it stops if they end."""
 
     exhausted = improved = False
 

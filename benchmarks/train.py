@@ -114,7 +114,7 @@ class KosTraining:
         self.comm.all_gather_bytes(b"")
         started, end, results = first, first + count, []
         for step in range(first, end):
-            while started < min(step + 1 + self.device.lag, end):
+            while started < min(step + 1 + self.device.steps_in_flight, end):
                 self.device.start_step(started, False)
                 started += 1
             results.append(self.device.finish_step(step))

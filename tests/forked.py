@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 IMPORTED = (
     "numpy", "kos.comm.communicator", "kos.comm.host.mpi", "kos.comm.host.tcp", "kos.comm.gpu.backend", "kos.memory",
-    "kos.train.config.flags", "kos.train.run", "kos.train.device.cpu", "tests.faults",
+    "kos.train.config.flags", "kos.train.trainer", "kos.train.device.cpu", "tests.faults",
 )  # fmt: skip
 LARGEST = 1 << 17  # bytes of a message
 

@@ -231,3 +231,34 @@ def test_a_python_without_the_gil_is_refused(code):
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == expected
     again = program.replace("False", "True")
     assert subprocess.run([sys.executable, "-c", again], timeout=60).returncode == 0
+
+
+CIRCLES = {
+    ("checkpoint", "config"), ("device", "train"), ("layers", "parallel"), ("model", "ops"), ("model", "parallel"),
+    ("ops", "parallel"), ("optim", "parallel"),
+}  # fmt: skip
+"""Folders of the trainer that import each other. No other pair may; one that no longer does leaves this list."""
+
+
+def folder(module: str) -> str:
+    """kos.train.data.chat -> data; a module right in kos.train -> train."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and (ROOT / "kos/train" / parts[2]).is_dir() else "train"
+
+
+def at_run_time(file: Path) -> Iterator[str]:
+    """The modules that a file imports, without those for annotations alone."""
+    tree = ast.parse(file.read_text())
+    for each in (node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+        each.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"kos.train.{alias.name}" for alias in node.names]
+            yield from names if node.module == "kos.train" else [node.module or ""]
+
+
+def test_folders_of_the_trainer_import_down():
+    files = [file for file in FILES if room(module_name(file)) == "train"]
+    pairs = {(folder(module_name(file)), folder(module)) for file in files for module in at_run_time(file)
+             if module.startswith("kos.train.")}  # fmt: skip
+    assert {pair for pair in pairs if pair[::-1] in pairs and pair[0] < pair[1]} == CIRCLES

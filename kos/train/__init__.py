@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from kos.train.ops import CudaLoss, Loss
     from kos.train.ops.batch import Batch
     from kos.train.program import Callback, Program
-    from kos.train.run import Trainer
     from kos.train.tools.metrics import read_metrics
     from kos.train.trained import TrainedModel, load
+    from kos.train.trainer import Trainer
 
 _prepare_blas()
 
 _MODULES = {
     "Batch": "ops.batch", "Callback": "program", "CudaLoss": "ops", "FitResult": "fitting", "Loss": "ops",
-    "Program": "program", "TrainConfig": "config.options", "TrainedModel": "trained", "Trainer": "run",
+    "Program": "program", "TrainConfig": "config.options", "TrainedModel": "trained", "Trainer": "trainer",
     "fit": "fitting", "load": "trained", "parse": "config.flags", "read_metrics": "tools.metrics",
 }  # fmt: skip
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not plans:
                 read_command_line(arguments)  # help, and unknown flags, before all that a run needs is imported
             from kos.train.machine import thread_pools
-            from kos.train.run import Trainer
+            from kos.train.trainer import Trainer
 
             thread_pools()
         except ImportError as error:
@@ -65,10 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _show_data(config)
             return 0
         if config.join is not None:
-            from kos.train.newcomer import Newcomer
-
             begun = True
-            Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
+            Trainer(config, None, stop).run(lambda error: _fail_later(error, 0, arguments))
             return 0
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
@@ -110,7 +108,7 @@ def _prepare_output(rank: int) -> None:
 def _show_data(config: TrainConfig) -> None:
     """Print the sequences that ``--show-data`` asks for."""
     from kos.train.checkpoint import resume
-    from kos.train.run_context import run_folder
+    from kos.train.folder import run_folder
     from kos.train.tools import show
 
     out = run_folder(config) if config.resume == "auto" else Path()

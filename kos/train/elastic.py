@@ -43,15 +43,15 @@ from kos.memory.array import as_dtype
 from kos.train.checkpoint.state import FLOAT32, ShardedState
 from kos.train.config import flag_of, flatten
 from kos.train.device import Device
+from kos.train.folder import publish_address, take_output
 from kos.train.layers.lora import is_adapter
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.parallel.failures import Left, gather_json, on_every_rank
 from kos.train.parallel.mesh import Mesh
-from kos.train.run_context import RunContext, publish_address, take_output
+from kos.train.step import WRITING, StepResult
 from kos.train.tools.console import Console
 from kos.train.tools.metrics import METRICS, read_metrics
-from kos.train.train import WRITING, Runner, StepResult
 
 JOIN_SECONDS = 30.0
 """How long the ranks wait for newcomers that have called."""
@@ -69,12 +69,12 @@ class _Changed(CollectiveError):
         self.leaving, self.joining = {*leaving}, joining
 
 
-class Elastic(Runner):
+class Elastic:
     """The device of ``run``, whatever ranks there are: what the loop of ``train`` drives. Collective."""
 
-    lag = 0
+    steps_in_flight = 0
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Any) -> None:
         self.run, self._began = run, run.steps_done if run.epoch >= 0 else 1 << 62
         """The last step that this rank has begun: all that belongs to those before it is over."""
         self._last: tuple[int, StepResult] | None = None  # the last step that is over, and its result
@@ -391,7 +391,7 @@ NO_NUMBERS = {
 """Settings that do not affect results: a newcomer takes them from the run too."""
 
 
-def facts_of(run: RunContext) -> dict[str, Any]:
+def facts_of(run: Any) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
@@ -401,7 +401,7 @@ def facts_of(run: RunContext) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
+def misfit(newcomer: Any, facts: dict[str, Any]) -> str:
     """Why a newcomer's settings or data differ from the run's ``facts``, or ""."""
     mine, theirs = flatten("", newcomer.asked), flatten("", facts["settings"])
     if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
@@ -423,7 +423,7 @@ def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     return ""
 
 
-def take_facts(newcomer: RunContext, facts: dict[str, Any]) -> None:
+def take_facts(newcomer: Any, facts: dict[str, Any]) -> None:
     """Use the settings in ``facts``."""
     newcomer.asked, chosen = facts["settings"], facts["chosen"]
     chosen["tracker"] = tuple(chosen["tracker"])  # JSON has only lists
@@ -436,7 +436,7 @@ def take_facts(newcomer: RunContext, facts: dict[str, Any]) -> None:
     newcomer.console = Console(newcomer.comm.rank if newcomer.verbose else -1, newcomer.config.steps)
 
 
-def move_to(run: RunContext, comm: Communicator, epoch: int) -> None:
+def move_to(run: Any, comm: Communicator, epoch: int) -> None:
     """Make again what depends on the ranks, which are those of ``comm`` now; weights come later. Collective."""
     if hasattr(run, "device"):  # else a rank was lost while it was made
         run.device.close(failed=True)
@@ -456,7 +456,7 @@ def move_to(run: RunContext, comm: Communicator, epoch: int) -> None:
     run.device.epoch = epoch
 
 
-def logged_epoch(run: RunContext) -> int:
+def logged_epoch(run: Any) -> int:
     """The epoch of the last step in metrics.jsonl if this run has trained it, else 0."""
     rows = read_metrics(run.out / METRICS, last=1 << 16)
     return int(rows[-1].get("epoch", 0)) if rows and rows[-1]["step"] > run.start else 0

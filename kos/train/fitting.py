@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Unpack
 
 from kos.comm.communicator import Communicator
 from kos.train.config.options import TrainConfig
-from kos.train.newcomer import Newcomer
 from kos.train.parallel.failures import Stop
 from kos.train.program import Program
-from kos.train.run import Trainer
+from kos.train.trainer import Trainer
 
 
 class FitResult(NamedTuple):
@@ -47,10 +46,7 @@ def fit(config: TrainConfig, comm: Communicator | None = None, **program: Unpack
     with contextlib.ExitStack() as held:
         held.callback(stop.restore)
         stop.listen(until_restored=True)
-        if getattr(config, "join", None) is not None:
-            trainer: Trainer = Newcomer(config, stop, **program)
-        else:
-            trainer = held.enter_context(Trainer(config, comm, stop, **program))
+        trainer = held.enter_context(Trainer(config, comm, stop, **program))
         trainer.run()
     stopped = trainer.steps_done < trainer.config.steps and not trainer.ended
     last = trainer.checkpoints / f"step-{trainer.saved_step}" if trainer.saved_step >= 0 else None

@@ -20,8 +20,9 @@ from kos.train.data.tokenizers import Tokenizer
 from kos.train.layers import Weights
 from kos.train.layers.cache import make_cache
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import join_parts, make_whole
-from kos.train.ops.linear import FewRows
+from kos.train.model.model import Model, join_parts, make_whole
+from kos.train.ops.fp8 import MULTIPLE, Fp8Ops
+from kos.train.ops.linear import FewRows, LinearOps
 from kos.train.parallel.mesh import ALONE, Axis
 
 CONTEXT = 8  # new tokens are decoded after the last tokens of the prompt, since a word's space depends on what precedes
@@ -103,29 +104,48 @@ class Decoder:
     On a GPU, a step is one forward of all sequences, in one CUDA graph.  On CPUs, it is one forward for each sequence
     (``Ops.few_rows``).  With several ranks of ``tp``, ``weights`` are this rank's part, all ranks make the same calls,
     and each gets all logits.
+
+    ``stages``: those of this rank of a model in training (``kos.train.device.RunStages``), if a pipeline has several
+    ranks, or if weights of linear layers are held in 8 bits.  Then nothing is captured.
     """
 
     def __init__(
-        self, config: LlamaConfig, ops: Any, weights: Weights, sequences: int, capacity: int, tp: Axis = ALONE
-    ) -> None:
-        self._ops, self._weights, self._together = ops, weights, ops.few_rows > 1
+        self, config: LlamaConfig, ops: Any, weights: Weights, sequences: int, capacity: int, tp: Axis = ALONE,
+        stages: Any = None,
+    ) -> None:  # fmt: skip
+        self._ops, self._weights, self._together, self._of_run = ops, weights, ops.few_rows > 1, stages
+        in_8_bits = stages is not None and stages.in_8_bits
+        self._multiple = MULTIPLE if in_8_bits and self._together else 1
+        sequences, capacity = (-(-size // self._multiple) * self._multiple for size in (sequences, capacity))
         few = sequences <= ops.few_rows or not self._together
-        self._prompts, self._steps = make_whole(config, ops, tp), make_whole(config, FewRows(ops) if few else ops, tp)
+        parts = [config.local(tp.rank, tp.size)] if stages is None else stages.parts
+
+        def models(wrapped: Any) -> list[Model]:
+            arena = ops.make_arena()
+            wrapped = Fp8Ops(LinearOps(ops), arena, tp.size == 1) if in_8_bits else wrapped
+            return [make_whole(config, wrapped, tp, part, arena) for part in parts]
+
+        self._prompts, self._steps = models(ops), models(FewRows(ops) if few else ops)
         self._beginning = ops.zeros((1,), np.dtype(np.int32))
         self.inputs = ops.zeros((2, sequences), np.dtype(np.int32))
         self._next = np.zeros((2, sequences), np.int32)
         """The next token of each sequence and its position, on the host; ``inputs`` is their copy on the device."""
-        dtype = weights[config.final_norm].dtype
-        self._cache = make_cache(ops, self._prompts.attentions, self.inputs[1], capacity, dtype, tp.size)
+        dtype = weights[config.final_norm].dtype if stages is None else stages.dtype
+        attentions = [each for model in self._prompts for each in model.attentions]
+        self._cache = make_cache(ops, attentions, self.inputs[1], capacity, dtype, tp.size)
         self._logits = ops.zeros((tp.size, sequences, config.vocab_size // tp.size), np.dtype(np.float32))
         self._replay: Callable[[], None] | None = None
 
     def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
         """Restart sequence ``index`` with ``tokens``; returns the logits (V,) of the next token."""
         cache = self._cache.of(slice(index, index + 1), self._beginning)
-        logits = self._prompts.next_logits(self._weights, np.array([tokens], np.int32), cache)
+        padded = np.zeros((1, -(-len(tokens) // self._multiple) * self._multiple), np.int32)
+        padded[0, : len(tokens)] = tokens
         self._next[1, index] = len(tokens)
-        return np.asarray(logits, np.float32)
+        if self._of_run is not None:
+            last = slice(len(tokens) - 1, len(tokens))
+            return self._of_run.logits(self._prompts, self._weights, padded, cache, last)[0]
+        return np.asarray(self._prompts[0].next_logits(self._weights, padded, cache), np.float32)
 
     def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
         """Append one token to each sequence, by its index; returns the logits (V,) of the tokens after them."""
@@ -133,7 +153,11 @@ class Decoder:
             self._next[0, index] = token
         np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # ended sequences stay within
         self._ops.copy(self._next, self.inputs)
-        if not self._together:
+        if self._of_run is not None:
+            every = slice(0, self._next.shape[1])
+            cache, column = self._cache.of(every, self._cache.positions), self.inputs[0].reshape(-1, 1)
+            logits = self._of_run.logits(self._steps, self._weights, column, cache, every)
+        elif not self._together:
             for index in tokens:
                 self._queue(slice(index, index + 1))
         elif self._replay is None:
@@ -141,15 +165,16 @@ class Decoder:
         else:
             self._replay()
         self._next[1, [*tokens]] += 1
-        logits = join_parts(self._ops.to_host(self._logits))
-        self._steps.tensor.check()
+        if self._of_run is None:
+            logits = join_parts(self._ops.to_host(self._logits))
+            self._steps[0].tensor.check()
         return {index: logits[index] for index in tokens}
 
     def _queue(self, which: slice) -> None:
         cache = self._cache.of(which, self._cache.positions[which])
         tokens = self.inputs[0][which].reshape(-1, 1)
         logits = self._logits if self._together else self._logits[:, which]
-        self._steps.queue_next_logits(self._weights, tokens, cache, logits)
+        self._steps[0].queue_next_logits(self._weights, tokens, cache, logits)
 
 
 def generate(
@@ -257,24 +282,6 @@ def continue_texts(
     for index, text in enumerate(texts):
         if not text.stopped and (piece := text.add(last=True)):
             yield index, piece
-
-
-def sample_text(
-    next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str | Sequence[int],
-    count: int, *, stopped: Callable[[], bool] = lambda: False, **sampling: Any,
-) -> str:  # fmt: skip
-    """``prompt``, a text or token ids, and the text of up to ``count`` tokens that follow it.
-
-    ``next_logits`` maps token ids (1, T) to the logits (V,) of the next token.  A text that outgrows the context gives
-    no warning.
-    """
-    ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else [*prompt]
-    ends = () if tokenizer.eos is None else (tokenizer.eos,)
-    pieces = continue_texts(
-        Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped,
-        warns=False,
-    )  # fmt: skip
-    return (prompt if isinstance(prompt, str) else tokenizer.decode(ids)) + "".join(piece for _, piece in pieces)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

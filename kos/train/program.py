@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kos.train.data.own import Rows
-from kos.train.ops import Loss
+from kos.errors import InvalidArgument, SettingError
+from kos.train.config import flag_of
+from kos.train.config.options import TrainConfig
+from kos.train.data.own import OwnBatches, Rows
+from kos.train.ops import CudaLoss, Loss
 from kos.train.ops.batch import Batch
 
 
@@ -53,3 +56,33 @@ class Program(TypedDict, total=False):
 
     verbose: bool
     """Whether rank 0 prints what the command prints (the default)."""
+
+
+def check(
+    config: TrainConfig, batches: Iterable[Batch] | None = None, rows: Rows = "all",
+    val_batches: Iterable[Batch] | None = None, loss: Loss | None = None, callbacks: Sequence[Callback] = (),
+    verbose: bool = True,
+) -> OwnBatches:  # fmt: skip
+    """What a program passes, checked: its batches.  Raises InvalidArgument for other types, SettingError for settings.
+    """
+    listed = isinstance(callbacks, Collection) and all(isinstance(each, Callback) for each in callbacks)
+    again = isinstance(val_batches, Iterable) and not isinstance(val_batches, Iterator)
+    for name, right, expected, got in (
+        ("config", isinstance(config, TrainConfig), "a kos.train.TrainConfig", config),
+        ("loss", loss is None or isinstance(loss, CudaLoss) or callable(loss), "a function or a CudaLoss", loss),
+        ("val_batches", again or val_batches is None, "a list, or what else can be iterated again", val_batches),
+        ("callbacks", listed, "a list of objects of kos.train.Callback", callbacks),
+    ):
+        if not right:
+            raise InvalidArgument(f"{name}: expected {expected}, got {got!r:.80}")
+    own = OwnBatches(() if batches is None else batches, rows, config)
+    if batches is not None:
+        own.check(config)
+    if batches is not None or val_batches is not None:
+        metrics = ["none", *["val_loss"] * (val_batches is not None)]
+        if config.eval_data:
+            raise SettingError("--eval-data", "none with batches of one's own", config.eval_data[0])
+        if (config.best_metric or "none") not in metrics:
+            flag, expected = flag_of("keep_best" if config.keep_best else "patience"), " or ".join(metrics)
+            raise SettingError(flag, f"{expected} with batches of one's own", config.best_metric)
+    return own

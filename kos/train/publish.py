@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument, RendezvousError, TransferError
@@ -22,7 +23,6 @@ from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.failures import alone
 from kos.train.parallel.mesh import Axis
-from kos.train.run_context import RunContext
 from kos.transfer.exchange import listen, parse
 from kos.transfer.placement import Arrays, Placement
 from kos.transfer.publisher import Publisher
@@ -68,7 +68,7 @@ class Merged:
 class RunPublisher:
     """Offers the weights of a run at ``address``.  Collective.  Raises ConfigError."""
 
-    def __init__(self, run: RunContext, address: str) -> None:
+    def __init__(self, run: Any, address: str) -> None:
         self._merged = Merged(run.device) if run.config.publish_merged else None
         arrays = published_arrays(run.device, run.model_config.lora is not None, self._merged)
         with _named(address):
@@ -106,7 +106,7 @@ def check_address(comm: Communicator, config: TrainConfig) -> None:
         alone(comm, check)
 
 
-def open_publisher(run: RunContext) -> RunPublisher | None:
+def open_publisher(run: Any) -> RunPublisher | None:
     """With ``--publish``, offer the weights of a run, and publish those from which it starts.  Collective."""
     if run.config.publish is None or not run.trains:
         return None

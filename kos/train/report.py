@@ -1,4 +1,5 @@
-"""What a run prints besides its steps: what it is, at its start, and at its end where its results are and what to type.
+"""What a run reports: what it is, at its start; the metrics of its steps; at its end, where its results are and what to
+type, or its error.
 
 Commands are to be run in the folder where the run was started.
 """
@@ -11,10 +12,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from kos.comm.control import mpi_job
 from kos.commands import mpirun, near, python, several_programs
-from kos.errors import plural
+from kos.errors import CudaError, KosError, TrainingError, plural
 from kos.launcher import under_mpirun
 from kos.train.checkpoint import BEST, adapter, dropout, extra_names
 from kos.train.config import flag_of
@@ -22,7 +24,12 @@ from kos.train.config.flags import without_effect
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
 from kos.train.data.mixture import passes_in_words
-from kos.train.run_context import ADDRESS, RunContext
+from kos.train.elastic import logged_epoch
+from kos.train.folder import ADDRESS
+from kos.train.generate import Sampling, continue_texts, prompt_ids
+from kos.train.ops.fp8 import MULTIPLE
+from kos.train.parallel.failures import on_every_rank
+from kos.train.step import StepResult
 from kos.train.tools.metrics import METRICS
 from kos.train.tools.show import first_line
 
@@ -35,7 +42,11 @@ MUCH_WITHOUT_BEGINNING = 0.1
 NO_TARGETS = "the loss counts no token of the batch, so the weights stay as they are"
 
 
-def announce(run: RunContext) -> None:
+MOST_NOT_FINITE = 20
+"""Steps in a row without a finite gradient that end a run: none of them has changed the weights, none after would."""
+
+
+def announce(run: Any) -> None:
     """The model, the data, the ranks and the device. Collective."""
     config, model, parallel, say = run.config, run.model_config, run.device.step.parallel, run.console.say
     layers, epochs = plural(model.num_hidden_layers, "layer"), ""
@@ -87,7 +98,7 @@ def announce(run: RunContext) -> None:
     _report_settings(run)
 
 
-def _announce_frozen(run: RunContext) -> None:
+def _announce_frozen(run: Any) -> None:
     """How much is trained, if it is not all, and what becomes of a pipeline's passes for gradients of weights."""
     config, model, say = run.config, run.model_config, run.console.say
     shapes = model.parameter_shapes()
@@ -104,7 +115,7 @@ def _announce_frozen(run: RunContext) -> None:
         say(f"--pp-schedule zero-bubble-v: passes for gradients of weights (W) leave out frozen matrices{before}")
 
 
-def _report_settings(run: RunContext) -> None:
+def _report_settings(run: Any) -> None:
     """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
     config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
     ignored = run.data.unused_settings
@@ -131,7 +142,7 @@ def _report_settings(run: RunContext) -> None:
         say(f"the warm-up of {steps} steps is longer than the run: the learning rate reaches {reached}")
 
 
-def conclude(run: RunContext, text: str) -> None:
+def conclude(run: Any, text: str) -> None:
     """Where checkpoint and metrics are, the ``text`` sampled at the end, and what to type next."""
     say, out, config, step = run.console.say, run.out, run.config, run.steps_done
     if run.skipped:
@@ -159,6 +170,32 @@ def conclude(run: RunContext, text: str) -> None:
             say(f"more steps: {more_steps(out, run.comm.size, config)}")
 
 
+def sample_of(run: Any) -> str:
+    """Text from the trained model; "" on ranks that do not get it.  A text that outgrows the context gives no warning.
+    """
+    run.stop.plan, run.stop.advice = "ending the sample, all steps are saved", ""
+    config, model, tokenizer = run.config, run.mesh.model_parallel, run.data.tokenizer
+    context = run.model_config.max_position_embeddings
+    if run.device.step.quantized and context > MULTIPLE:
+        context -= context % MULTIPLE  # sequences are padded to it
+    prompt = config.prompt or run.data.question(context // 2)
+    ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else [*prompt]
+    decoder = run.device.decoder(1, min(context, len(ids) + config.sample_tokens + 1))
+    if decoder is None or (model.size == 1 and run.comm.rank > 0):
+        return ""
+
+    def stopped_by_any() -> bool:
+        return any(model.comm.all_gather_bytes(b"!" * run.stop.asked)) if model.size > 1 else run.stop.asked
+
+    how = Sampling(seed=config.seed, temperature=config.temperature, top_k=config.top_k)
+    ends = [] if tokenizer.eos is None else [tokenizer.eos]
+    pieces = continue_texts(
+        decoder, context, tokenizer, [ids], config.sample_tokens, how, ends=ends,
+        stopped=stopped_by_any, warns=False, tp=model,
+    )  # fmt: skip
+    return (prompt if isinstance(prompt, str) else tokenizer.decode(ids)) + "".join(piece for _, piece in pieces)
+
+
 def resume(out: Path, ranks: int, *flags: str) -> str:
     """The command that continues from the newest checkpoint in ``out``, whose ``config.json`` has the settings.
 
@@ -172,7 +209,7 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
     return shlex.join(words)
 
 
-def resuming(run: RunContext) -> str:
+def resuming(run: Any) -> str:
     """How to resume the run, to be added to a line."""
     if run.of_program:
         return "; resume with resume='auto' in the program's TrainConfig"
@@ -200,7 +237,7 @@ def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
     return resume(out, ranks, *flags)
 
 
-def _chats(run: RunContext) -> bool:
+def _chats(run: Any) -> bool:
     """Whether the run trains on chats, and ``kos chat`` finds their template in its checkpoint."""
     if not any(part.what == "chat" for part in run.data.parts):
         return False
@@ -228,3 +265,84 @@ def _kos_command() -> list[str]:
     """The command ``kos``: its script beside this Python, or the module if no script is installed."""
     script = Path(sys.executable).with_name("kos")
     return [near(script)] if sys.executable and script.exists() else [python(), "-m", "kos"]
+
+
+# --- metrics and errors --------------------------------------------------------------------------------
+
+
+def measure(run: Any, result: StepResult) -> dict[str, Any]:
+    """The metrics of a step.  TrainingError if its loss or norm is not finite."""
+    config, device, step = run.config, run.device, run.steps_done
+    for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
+        if not math.isfinite(value) and not config.skip_outliers:
+            tensor = device.not_finite(step)
+            forward = ", but what the forward breaks is in all" if name == "loss" and config.dtype != "fp8" else ""
+            where = f" (first in {tensor}{forward})" if tensor else ""
+            raise not_finite(run, step + 1, name, value, where)
+    tokens = run.data.tokens_in(step + 1)
+    rate = (tokens - run.data.tokens_in(step)) / result.seconds
+    row: dict[str, Any] = {
+        "step": step + 1,
+        "loss": result.loss,
+        "grad_norm": result.norm,
+        "lr": result.lr,
+        "tokens": tokens,
+        "tokens_per_second": rate,
+        "step_seconds": result.seconds,
+    }
+    if run.data.mixture is not None:
+        of_sources = run.data.mixture.tokens((step + 1) * config.batch_size)
+        row |= {f"tokens/{name}": count for name, count in of_sources.items()}
+    if config.skip_outliers and not result.norm <= config.skip_outliers:
+        row["skipped"] = True
+        run.skipped.add(step)
+    if not result.counted:
+        row["no_targets"] = True
+        run.without_targets += 1
+        if run.without_targets == 1:
+            seen = plural(step + 1 - run.start, "step")
+            run.console.warn(f"kos: step {step + 1}: {NO_TARGETS} (1 of {seen} so far; no_targets in {METRICS})")
+    if math.isfinite(result.norm) or run.last_finite is None:
+        run.last_finite = step if math.isfinite(result.norm) else step - 1
+    if step - run.last_finite == MOST_NOT_FINITE:
+        raise not_finite(run, step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
+    row |= device.measures(rate)
+    if step == 0:
+        row |= {key.replace("val_loss", "val_loss_before", 1): loss for key, loss in run.untrained.items()}
+    if config.elastic is not None:
+        row |= {"ranks": result.ranks, "epoch": result.epoch}
+    return row
+
+
+def interrupted(run: Any, error: KosError) -> KosError:
+    """The error of a GPU, of other ranks or of files, with the step and the last checkpoint."""
+    if run.epoch < 0:  # nothing is known yet of the run that it joins
+        failure = type(error)(f"while joining the run at {run.config.join}: {error}")
+        vars(failure).update(vars(error))  # such as ``ranks``
+        return failure
+    known = isinstance(error, CudaError) and hasattr(run, "device")  # else it could not be made again
+    where = f" on {run.device.place}" if known else ""
+    left, address = "there is no checkpoint yet", run.out / ADDRESS
+    if run.config.elastic is not None and logged_epoch(run) > run.epoch:  # others continued, and perhaps saved
+        left = f"join the run again with --join {address}" if address.is_file() else "others have ended the run"
+    elif run.saved_step > 0:
+        left = f"the last checkpoint, of step {run.saved_step}, is good"
+        ranks, lost = run.comm.world_ranks, {*error.ranks, *error.unasked}
+        lowest = not lost or ranks[run.comm.rank] == min(set(ranks) - lost, default=-1)  # it gives the advice
+        if lowest and not run.stop.advised:
+            left += resuming(run)
+    elif run.start > 0:
+        left = f"there is no checkpoint yet except the one from which the run started, {run.source}"
+    left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
+    failure = type(error)(f"after step {run.steps_done}{where}: {error}{left}")
+    vars(failure).update(vars(error))  # such as ``ranks``
+    return failure
+
+
+def not_finite(run: Any, step: int, name: str, value: float, where: str = "") -> TrainingError:
+    """The error of a loss or norm that is not finite."""
+    run.finish_save()
+    saved = "the checkpoints before it are of finite weights, " if max(run.start, run.saved_step) > 0 else ""
+    skip = ", --skip-outliers X leaves out such steps and those of a gradient norm over X"
+    helps = f"{saved}a lower --lr or --grad-clip may help{'' if run.config.skip_outliers else skip}"
+    return on_every_rank(TrainingError(f"step {step}: expected a finite {name}, got {value}{where}; {helps}"))

@@ -234,6 +234,21 @@ def load(folder: str | os.PathLike[str], device: str = "cpu", comm: Communicator
     return together(comm, part)
 
 
+def copy_of(run: Any) -> TrainedModel:
+    """A copy of the model of a ``Trainer``, on the CPU in float32.  InvalidArgument if a rank has a part of it."""
+    if run.mesh.model_parallel.size > 1:
+        got = run.mesh.layout.describe()
+        raise InvalidArgument(f"model: expected ranks that hold the whole model, got {got}; save it and load that")
+    whole, to_host, config = run.device.whole_weights(), run.device.step.models[0].ops.to_host, run.model_config
+    copy = Parameters(config.parameter_shapes(), groups=config.fused_groups())
+    in_8 = {name for each in run.device.step.quantized.values() for name in each.members}
+    base: Any = run.base_weights() if in_8 else None  # as they are before they are quantized
+    for name, weight in copy.items():
+        weight[...] = base.read(name) if name in in_8 else to_host(whole[name])
+    tokenizer = run.data.tokenizer
+    return TrainedModel(config, copy, tokenizer, ends=[] if tokenizer.eos is None else [tokenizer.eos])
+
+
 def _load(folder: str | os.PathLike[str], device: str, tp: Axis) -> TrainedModel:
     ops, dtype = _ops_of(device, tp)
     path = checkpoint.find_weights(Path(folder))

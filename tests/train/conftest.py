@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from kos.train import machine, run
+from kos.train import machine, source
 from kos.train.data import documents, loading, packing, pieces, tokens
 from kos.train.data.batches import Dataset, load_data
 from kos.train.layers import vocabulary
@@ -34,7 +34,7 @@ def _one_thread():
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("run", "elastic"):
+        for module in ("trainer", "elastic"):
             patch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
         yield
 
@@ -92,7 +92,7 @@ def data_of(monkeypatch):
             loaded.append(kind(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)}))
             return loaded[-1]
 
-        monkeypatch.setattr(run, "load_data", load)
+        monkeypatch.setattr(source, "load_data", load)
         return loaded
 
     return use

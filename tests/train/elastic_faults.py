@@ -48,7 +48,7 @@ COMPILING = "--timeout=120"  # of the first run on a GPU, which compiles the ker
 START = """
 import sys, time
 from pathlib import Path
-from kos.train import __main__, run
+from kos.train import __main__, trainer
 ready, begin, *flags = sys.argv[1:]
 Path(ready).touch()
 while not Path(begin).exists():

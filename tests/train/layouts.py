@@ -18,7 +18,7 @@ from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Shard
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.generate import Sampling, Uncached, generate
+from kos.train.generate import Sampling, generate
 from kos.train.model import model as model_module
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
@@ -73,10 +73,10 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
         device.start_step(step, False)
         result = device.finish_step(step)
         rows.append((result.loss, result.norm))
-    loss, next_logits = device.evaluate()["val_loss"], device.sampler()
-    text = None
-    if next_logits is not None:
-        text = [*generate(Uncached(next_logits), context, [[1, 2, 3]], 4, Sampling(top_k=0, seed=1))]
+    loss, decoder, text = device.evaluate()["val_loss"], device.decoder(1, 8), None
+    if decoder is not None:
+        how = {"tp": device.mesh.model_parallel}
+        text = [*generate(decoder, context, [[1, 2, 3]], 4, Sampling(top_k=0, seed=1), **how)]
     weights = device.whole_weights().items()
     weights = {name: to_host(array) for name, array in weights if not isinstance(array, Quantized)}
     device.close()

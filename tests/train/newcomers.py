@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kos.train import elastic
-from kos.train.newcomer import Newcomer
+from kos.train.trainer import Trainer
 from tests.train.elastic_runs import config_of
 
 Newcomers = list[tuple[threading.Thread, list[BaseException]]]
 """The thread of each, and its error."""
 
 
-def started(make: Callable[[], Newcomer]) -> tuple[threading.Thread, list[BaseException]]:
+def started(make: Callable[[], Trainer]) -> tuple[threading.Thread, list[BaseException]]:
     """A newcomer that runs on a thread of its own."""
     errors = list[BaseException]()
 
@@ -35,7 +35,7 @@ def started(make: Callable[[], Newcomer]) -> tuple[threading.Thread, list[BaseEx
 
 
 def invited(
-    before_call: Callable[..., None], make: Callable[[str], Newcomer], *, count: int = 1, at: int = 2, ranks: int = 0,
+    before_call: Callable[..., None], make: Callable[[str], Trainer], *, count: int = 1, at: int = 2, ranks: int = 0,
     admit: Callable[[elastic.Elastic], None] = lambda run: None,
 ) -> Newcomers:  # fmt: skip
     """``make`` makes newcomers with the address of the run, before step ``at`` or as soon as it has ``ranks`` ranks.
@@ -63,8 +63,8 @@ def invite(
 ) -> Newcomers:  # fmt: skip
     """The same of newcomers with the settings of ``config_of``; ``address``: another than that of the run."""
 
-    def make(of_run: str) -> Newcomer:
-        return Newcomer(config_of(text, out, elastic="1", join=address or of_run, **changes))
+    def make(of_run: str) -> Trainer:
+        return Trainer(config_of(text, out, elastic="1", join=address or of_run, **changes))
 
     return invited(before_call, make, count=count, at=at, ranks=ranks, admit=admit)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
-from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
+from kos.train.trainer import Trainer
 
 SMALL: dict[str, Any] = {
     "steps": 50, "batch_size": 8, "seq_len": 32, "lr": 3e-3, "warmup_steps": 5, "eval_every": 25, "eval_batches": 3,

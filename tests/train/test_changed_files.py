@@ -24,7 +24,7 @@ from pathlib import Path
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.device.cpu import CpuDevice
-from kos.train.run import Trainer
+from kos.train.trainer import Trainer
 changed, *flags = sys.argv[1:]
 start_step = CpuDevice.start_step
 def shortened(self, step, wish):

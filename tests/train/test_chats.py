@@ -404,7 +404,7 @@ def value_of_call(text: str) -> dict[str, Any]:
 
 
 OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": ""}}
-PARTS = [{"type": "text", "text": "hi"}] * 2
+PARTS = [{"type": "text", "text": "hi"}, {"type": "image", "url": "x"}]
 JSON, OBJECT = (f"{what} as the arguments of a tool call, got " for what in ("JSON", "a JSON object"))
 WRONG: list[tuple[dict[str, Any], str]] = [
     (of(), "a list of messages, got []"),
@@ -433,7 +433,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (of({**USER, "train": True}), "train only in messages of assistants, got True with the role user"),
     (of(USER, ANSWER, functions=[{"name": "weather"}]),
      "the field 'tools', got its earlier name 'functions'; write each of them into \"tools\", as "),
-    (of({**USER, "content": PARTS}, ANSWER), "one text as the content of message 1, got a list of parts: [{"),
+    (of({**USER, "content": PARTS}, ANSWER), "text, or a list of parts of text, as the content of message 1, got [{"),
     (of(USER, ANSWER, system=3), "text in the field 'system', got system: 3"),
     (of(USER, ANSWER, tools=DEEP), "JSON in the field 'tools', got "),
     ({"prompt": "x", "completion": "y", "train": "no"}, "train true or false, got 'no'"),
@@ -489,7 +489,7 @@ def test_what_openai_writes_is_read(tmp_path, arguments):
     chats = [
         *([USER, each] for each in calls),
         [{**USER, "weight": 1, "refusal": None}, {"role": "assistant", "content": None, "tool_calls": [call]}],
-        [{**USER, "content": [{"type": "text", "text": "hi"}]}, {**ANSWER, "weight": 1}],
+        [{**USER, "content": [{"type": "text", "text": part} for part in ("h", "i")]}, {**ANSWER, "weight": 1}],
     ]
     given = f'"arguments": {json.dumps(arguments)}'
     plain = json.loads(json.dumps(chats).replace(given, '"arguments": {}'))
@@ -519,6 +519,20 @@ def test_a_record_may_not_count(tmp_path, fit):
     pairs = [{"prompt": "a", "completion": "b" * 50, "weight": n % 2} for n in range(4)]
     data = load_data(parse(["--data", str(write_lines(tmp_path / "pairs.jsonl", pairs)), *flags]))
     assert 98 <= int(Tokens(data.train.shards).window(0, data.train.size)[1].sum()) < 110
+
+
+def test_prompts_and_completions_of_messages(tmp_path):
+    """As TRL has them: the loss counts no answer of the prompt."""
+    folder, flags = folder_of(tmp_path, BOTH), ["--hold-out", "0", "--seq-len", "4", "--fit", "cut"]
+    chat, seen = [USER, ANSWER, USER, ANSWER], []
+    lines = {"messages": [*chat[:1], {**ANSWER, "weight": 0}, *chat[2:]]}, {"prompt": chat[:3], "completion": chat[3:]}
+    for number, line in enumerate(lines):
+        path = write_lines(tmp_path / f"{number}.jsonl", [line])
+        data = load_data(parse(["--data", str(path), "--tokenizer", str(folder), *flags]))
+        seen.append([each.tolist() for each in data.train.window(0, data.train.size)])
+    assert seen[0] == seen[1] and 0 < sum(seen[0][1]) < len(seen[0][1]) / 2
+    with refused(DataError, "expected text in the field 'prompt', got prompt: ["):
+        load_data(parse(["--data", str(write_lines(path, [{"prompt": [USER], "completion": "b"}])), *flags]))
 
 
 def test_all_wrong_records_of_a_file_are_counted(tmp_path, caplog):

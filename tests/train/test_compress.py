@@ -23,7 +23,7 @@ from kos.train.device.cpu import CpuDevice
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.run import Trainer
+from kos.train.trainer import Trainer
 from tests.train import layouts
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train

@@ -116,7 +116,7 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
         (["--deterministic=yes"], ["--deterministic", "no value", "got 'yes'"]),
         (["--lr", "nan"], ["--lr", "finite", "got nan"]),
         (["--beta2", "1"], ["--beta2", "less than 1", "got 1.0"]),
-        (["--schedule", "linear"], ["--schedule", "'cosine', 'wsd' or 'constant'", "got 'linear'"]),
+        (["--schedule", "step"], ["--schedule", "'cosine', 'linear', 'wsd' or 'constant'", "got 'step'"]),
         (["--backend", "gloo"], ["--backend", "'auto', 'mpi', 'tcp', 'nccl', 'peer' or 'mock'", "got 'gloo'"]),
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--data", "a", "--steps=2", "--data=b:1"], [f"--data: expected {MIXED}, such as a:0.7, got 'a'"]),
@@ -384,12 +384,17 @@ def test_flags_without_effect_are_named():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_the_last_step_is_one_short_of_the_least_learning_rate(schedule):
     """As the help says."""
     config = parse(["--steps", "40", "--lr", "1e-2", "--min-lr", "1e-3", "--schedule", schedule])
     rate = config.learning_rate()
     assert rate(38) > rate(39) > rate(40) == 1e-3 and "the step after the last" in str(KEYS["min_lr"].description)
+
+
+def test_a_linear_schedule():
+    rate = parse(["--schedule=linear", "--steps=30", "--lr=1", "--min-lr=0", "--warmup-steps=10"]).learning_rate()
+    assert [rate(step) for step in (9, 10, 15, 25, 30)] == pytest.approx([1, 1, 0.75, 0.25, 0])
 
 
 def test_help_names_the_families_that_take_a_setting():

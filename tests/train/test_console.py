@@ -17,9 +17,9 @@ from benchmarks.train import ROW_KEYS
 from kos.errors import ConfigError
 from kos.train.checkpoint import resume
 from kos.train.model.llama import FlopsPerToken
-from kos.train.run import Trainer
 from kos.train.tools import console
 from kos.train.tools.console import Bar, Console, describe, wrapped
+from kos.train.trainer import Trainer
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.commands import ENVIRONMENT
 from tests.train.runs import _config

@@ -28,17 +28,16 @@ from kos.testing import Fault, spawn
 from kos.train import checkpoint, report
 from kos.train.device import Device
 from kos.train.device.dry_run import DryOps, plan_memory
+from kos.train.folder import ADDRESS
 from kos.train.model.parameters import Parameters
-from kos.train.newcomer import Newcomer
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel import schedules
 from kos.train.parallel.failures import Left, Stop
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.run import Trainer
-from kos.train.run_context import ADDRESS
+from kos.train.step import Step
 from kos.train.tools.metrics import read_metrics
-from kos.train.train import Step
+from kos.train.trainer import Trainer
 from tests.train import elastic_faults
 from tests.train.elastic_runs import RANKS, SHAPE, STEPS, config_of, ranks_of, result, text, train, unhurt
 from tests.train.host_kernels.communicator import DeviceComm
@@ -213,7 +212,7 @@ def test_a_rank_that_is_asked_before_the_first_step_leaves_alone(when, text, tmp
 def test_a_newcomer_that_is_asked_before_it_joins_leaves(text, tmp_path):
     (stop := Stop()).asked = True
     with pytest.raises(Left, match="left before it joined the run, as asked"):
-        Newcomer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9"), stop)
+        Trainer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9"), stop=stop)
 
 
 def test_an_exchange_of_gpus_alone_finds_the_loss(text, tmp_path, unhurt, monkeypatch):

@@ -18,8 +18,8 @@ from kos.testing import Fault
 from kos.train import checkpoint, elastic
 from kos.train.checkpoint import saving
 from kos.train.data import packing
-from kos.train.newcomer import Newcomer
-from kos.train.run_context import ADDRESS
+from kos.train.folder import ADDRESS
+from kos.train.trainer import Trainer
 from tests.train.elastic_runs import RANKS, config_of, ranks_of, text, train, unhurt, until
 from tests.train.newcomers import ended, invite
 from tests.train.test_loss_masks import write_lines
@@ -186,10 +186,10 @@ def test_a_spare_waits_for_the_run(text, tmp_path, before_call):
     before_call(kos, "join", nobody)
     threading.Timer(0.2, address.write_text, ["127.0.0.1:9"]).start()
     with pytest.raises(RendezvousError, match="join: nobody"):
-        Newcomer(config_of(text, tmp_path, elastic="1", join=str(address), timeout=0.01))
+        Trainer(config_of(text, tmp_path, elastic="1", join=str(address), timeout=0.01))
     assert len(calls) == 2
 
 
 def test_nobody_is_there(text, tmp_path):
     with pytest.raises(RendezvousError, match="join: "):
-        Newcomer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9", timeout=0.5))
+        Trainer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9", timeout=0.5))

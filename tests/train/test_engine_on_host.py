@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError
-from kos.train import run_context
+from kos.train import folder
 from kos.train.device import cuda as engine_module
 from kos.train.device.cuda import CudaDevice
 from kos.train.model.model import Model
-from kos.train.train import Step
+from kos.train.step import Step
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.host_kernels.engine import BFLOAT16, Event, QueuedOps, captured
 from tests.train.refusal import refused
@@ -141,8 +141,8 @@ def test_a_pipeline_loads_all_kernels_before_its_messages(emulated, text, tmp_pa
 
 def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):
     """The GPU, and what may sum gradients otherwise; nothing of what is not known."""
-    about, real = {"gpus": ["A", "A"], "backend": "peer"}, run_context.provenance
-    monkeypatch.setattr(run_context, "provenance", lambda comm: real(comm) | about)
+    about, real = {"gpus": ["A", "A"], "backend": "peer"}, folder.provenance
+    monkeypatch.setattr(folder, "provenance", lambda comm: real(comm) | about)
 
     def resumed(before, ranks=2, gpus=("A",), backend="peer", **changes):
         caplog.clear()

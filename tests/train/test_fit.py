@@ -17,7 +17,6 @@ from kos.testing import Fault, spawn
 from kos.train import Callback, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.newcomer import Newcomer
 from tests.train.fits import (
     LAYOUTS,
     SHAPE,
@@ -292,7 +291,7 @@ def test_a_newcomer_brings_what_the_others_bring(same, tmp_path, before_call):
     joined = []
 
     def make(address):
-        joined.append(Newcomer(config_of(tmp_path, join=address, **how), batches=Stream(), **given))
+        joined.append(Trainer(config_of(tmp_path, join=address, **how), batches=Stream(), **given))
         return joined[0]
 
     threads = invited(before_call, make, at=1)
@@ -326,7 +325,7 @@ def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path, before_ca
             raise failures.pop()
 
     def run(comm):
-        before_call(kos.train.run, "check_shared", fail_once)
+        before_call(kos.train.trainer, "check_shared", fail_once)
         with pytest.raises(ZeroDivisionError) as failed:
             Trainer(config_of(tmp_path), comm, batches=())
         with Trainer(config_of(tmp_path), comm, batches=()) as trainer:

@@ -23,7 +23,7 @@ from kos.train.ops.fixed_order import FixedOrder, Split
 from kos.train.ops.fp8 import Fp8Ops, check_sizes
 from kos.train.ops.linear import LinearOps
 from kos.train.parallel.mesh import ALONE, Layout
-from kos.train.train import Step
+from kos.train.step import Step
 from tests.train import layouts as on_cpus
 from tests.train import layouts_on_host as layouts
 from tests.train.emulated_runs import SMALL, column, text, train

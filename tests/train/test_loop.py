@@ -22,12 +22,11 @@ from kos.errors import (
     TrainingError,
 )
 from kos.testing import Fault, spawn
-from kos.train import checkpoint, run_context
-from kos.train import run as loop
+from kos.train import checkpoint, folder, source
 from kos.train.checkpoint.huggingface import fingerprint
 from kos.train.device.cpu import CpuDevice
-from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog
+from kos.train.trainer import Trainer
 from tests.train.runs import SMALL, _config, _losses, _train
 from tests.train.tokenizer_files import letters
 
@@ -115,14 +114,14 @@ def test_a_folder_with_checkpoints_is_refused(text, tmp_path):
 
 def _forbid(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """As without permission to write there, which root always has."""
-    temporary = run_context.tempfile.TemporaryFile
+    temporary = folder.tempfile.TemporaryFile
 
     def make(dir: Path) -> Any:
         if dir == place:
             raise PermissionError(errno.EACCES, "Permission denied")
         return temporary(dir=dir)
 
-    monkeypatch.setattr(run_context.tempfile, "TemporaryFile", make)
+    monkeypatch.setattr(folder.tempfile, "TemporaryFile", make)
 
 
 @pytest.mark.parametrize("which", ["file", "link", "permission", "proc"])
@@ -137,13 +136,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
         _forbid(monkeypatch, tmp_path)
         got = rf"no new file in {tmp_path} \(Permission denied\)"
         with pytest.raises(ConfigError, match=f"{got} on rank 1$"):
-            run_context.check_folder(out, 1)
+            folder.check_folder(out, 1)
         (tmp_path / "checkpoints").mkdir()  # which can be written
         with pytest.raises(ConfigError, match=f"expected a folder that .*, got {got}$"):
-            run_context.check_folder(tmp_path, 0)
+            folder.check_folder(tmp_path, 0)
     if which == "proc":  # where root may write, says ``os.access``
         got = r"no new file in /proc \(No such file or directory\)"
-    before_call(loop, "load_data", lambda *_: pytest.fail("data are read first"))
+    before_call(source, "load_data", lambda *_: pytest.fail("data are read first"))
     with pytest.raises(ConfigError, match=f"(?m)^--out {out}: expected a folder that can be written, got {got}$"):
         _train(text, out, 2, steps=2)
     assert not out.exists()

@@ -98,11 +98,11 @@ def test_the_sampler_computes_as_validation_does():
 
     def check(comm):
         device = make_device(comm, Layout(), 2, **FP8)
-        weights, next_logits = device.step.as_read(device.whole_weights()), device.sampler()
-        assert next_logits is not None
+        weights, decoder = device.step.as_read(device.whole_weights()), device.decoder(1, 64)
+        assert decoder is not None
         batch, last = Batch(tokens, tokens), partial(Model.logits_of, rows=slice(63, 64))
         ((_, _, expected),) = device.forwards(weights, [lambda: batch], [64], last)
-        assert next_logits(tokens).tobytes() == expected.tobytes()
+        assert decoder.prefill(0, tokens[0]).tobytes() == expected.astype(np.float32).tobytes()
         device.close()
         device.mesh.close()
 
@@ -114,8 +114,9 @@ def check_sample(ranks: int, make: Callable[[Any], Any], tokens: int) -> None:
 
     def sample(comm: Any) -> None:
         device = make(comm)
-        next_logits = device.sampler()
-        assert next_logits is not None and np.isfinite(next_logits(np.arange(tokens, dtype=np.int32)[None])).all()
+        decoder = device.decoder(1, tokens + 2)
+        assert decoder is not None and np.isfinite(decoder.prefill(0, range(tokens))).all()
+        assert np.isfinite(decoder.step({0: 1})[0]).all()
         device.close()
         device.mesh.close()
 

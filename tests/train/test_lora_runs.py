@@ -17,8 +17,8 @@ from kos.train.config.flags import parse
 from kos.train.evaluator import evaluate
 from kos.train.export import main as export
 from kos.train.layers.lora import is_adapter
-from kos.train.run import Trainer
 from kos.train.tools import show
+from kos.train.trainer import Trainer
 from tests.train import elastic_runs, runs
 from tests.train.elastic_runs import ranks_of, text
 from tests.train.newcomers import ended, invite

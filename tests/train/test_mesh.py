@@ -16,7 +16,7 @@ from kos.train.model.llama import Stages, split_layers
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import Schedule
 from kos.train.parallel.tensor import TensorParallel
-from kos.train.run import Trainer
+from kos.train.trainer import Trainer
 
 
 def test_an_axis_of_one_rank_costs_nothing(before_call):

@@ -24,8 +24,8 @@ from kos.train.optim import Group, Optimizer, decay_matrices
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon
 from kos.train.parallel.mesh import Layout
-from kos.train.run import Trainer
 from kos.train.tools.plan import make_job
+from kos.train.trainer import Trainer
 from tests.train.dry_runs import SHAPE as PLANNED
 from tests.train.dry_runs import SLOW as SLOW_RATES
 from tests.train.models import small

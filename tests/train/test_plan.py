@@ -18,9 +18,9 @@ from kos.train.config.flags import make_parser, parse
 from kos.train.device import choose, costs
 from kos.train.device.costs import gpu_rates
 from kos.train.parallel.mesh import Layout
-from kos.train.run import Trainer
 from kos.train.tools import plan as planning
 from kos.train.tools.plan import make_job, parse_plan, predict
+from kos.train.trainer import Trainer
 from tests.train.dry_runs import SHAPE, SLOW, D, V
 from tests.train.host_kernels.communicator import DeviceComm
 

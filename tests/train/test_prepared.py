@@ -14,7 +14,7 @@ from kos.testing import spawn
 from kos.train.config.options import TrainConfig
 from kos.train.data import tokenizers
 from kos.train.data.batches import Dataset, load_data
-from kos.train.run import Trainer
+from kos.train.trainer import Trainer
 from tests.train.corpora import overwrite, token_bytes
 from tests.train.runs import SMALL
 

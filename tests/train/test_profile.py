@@ -15,9 +15,9 @@ from kos.train.device.costs import cost
 from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim import CHUNK
-from kos.train.run import Trainer
 from kos.train.tools import profile
 from kos.train.tools.profile import Marks, Span
+from kos.train.trainer import Trainer
 from tests.train.emulated_runs import SMALL
 from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.engine import captured, on_device

@@ -17,7 +17,7 @@ from kos.train.device.cpu import CpuDevice
 from kos.train.device.replicas import check_replicas
 from kos.train.optim import overlap
 from kos.train.parallel.mesh import Layout
-from kos.train.run import Trainer
+from kos.train.trainer import Trainer
 from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import TCPRanks
 from tests.train import layouts, layouts_on_host

@@ -25,8 +25,8 @@ from kos.train.ops.batch import Batch
 from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
+from kos.train.trainer import Trainer
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
 from tests.train.commands import ENVIRONMENT, SHAPE
@@ -60,13 +60,13 @@ def test_a_stop_does_not_wait_for_the_first_validation(text, tmp_path):
 STUCK = """if True:
     import sys, time
     from kos.errors import CollectiveTimeout
-    from kos.train import __main__ as program, run
+    from kos.train import __main__ as program, trainer
     from kos.train.device import Device
 
     def late(*_):
         raise CollectiveTimeout("rank 1 did not arrive")
 
-    program.CLOSE_SECONDS, run.train, Device.close = 0.5, late, lambda *_: time.sleep(1000)
+    program.CLOSE_SECONDS, trainer.train, Device.close = 0.5, late, lambda *_: time.sleep(1000)
     program.main(sys.argv[1:])
 """
 
@@ -155,8 +155,8 @@ MOMENTS = {
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
     "last step": "from kos.train.device import cpu\nlast = cpu.CpuDevice.start_step\n"
     "cpu.CpuDevice.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
-    "sample": "from kos.train import run as loop\nlast = loop.sample_text\n"
-    "loop.sample_text = lambda *a, **k: (go(), last(*a, **k))[1]\n",
+    "sample": "from kos.train import report\nlast = report.continue_texts\n"
+    "report.continue_texts = lambda *a, **k: (go(), last(*a, **k))[1]\n",
 }
 
 

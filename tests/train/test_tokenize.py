@@ -18,8 +18,8 @@ from kos.train.data import pieces, tokenized
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.loading import TOKENS_VERSION
 from kos.train.data.tokenizers import make_tokenizer
-from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
+from kos.train.trainer import Trainer
 from tests.forked import python
 from tests.launcher import run_program
 from tests.train.commands import ENVIRONMENT

@@ -15,7 +15,7 @@ import kos.train
 from kos.errors import BackendUnavailable, CheckpointError, InvalidArgument, TrainingError
 from kos.train import checkpoint, sample
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
-from kos.train.generate import Sampling, Uncached, generate, sample_text
+from kos.train.generate import Sampling, Uncached, continue_texts, generate, prompt_ids
 from kos.train.tools.metrics import read_metrics
 from tests.train.runs import SMALL, _train
 
@@ -235,8 +235,9 @@ def test_a_long_text_is_decoded_in_pieces():
         whole = tokenizer.decode([*given, *ids])
         decoded = 0
         next_logits = lambda tokens, follow=follow: np.eye(300)[next(follow)]  # noqa: E731
-        got = sample_text(next_logits, 10_000, tokenizer, given, len(ids), seed=0, temperature=0)
-        assert got == whole and decoded < 30 * len(ids), (len(ids), decoded)
+        more = continue_texts(Uncached(next_logits), 10_000, tokenizer, [given], len(ids), Sampling(temperature=0))
+        assert tokenizer.decode(given) + "".join(piece for _, piece in more) == whole
+        assert decoded < 30 * len(ids), (len(ids), decoded)
 
 
 def _spelled(text: str) -> list[int]:
@@ -252,7 +253,9 @@ def test_a_sample_keeps_the_space_after_the_prompt():
         return np.eye(9)[(tokens[0, -1] + 1) % 9]
 
     def sample(tokenizer, prompt):
-        return sample_text(next_logits, 8, tokenizer, prompt, 2, seed=0, temperature=0)
+        ids, how = prompt_ids(tokenizer, prompt), Sampling(temperature=0)
+        texts = continue_texts(Uncached(next_logits), 8, tokenizer, [ids], 2, how)
+        return prompt + "".join(piece for _, piece in texts)
 
     assert sample(NumberTokenizer(9), "5 6") == "5 6 7 8"
     assert sample(NumberTokenizer(9), "") == "1 2"

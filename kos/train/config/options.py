@@ -184,8 +184,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         None, "--lr / 10", changes="rate", ge=0, idle=lambda c: "--schedule constant" * (c.schedule == "constant")
     )
     """Learning rate to which the schedule decays. It would be reached in the step after the last one."""
-    schedule: Literal["cosine", "wsd", "constant"] = option("cosine", changes="rate")
-    """Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", changes="rate")
+    """Learning rate after the warm-up: cosine, linear, wsd (stable, then a linear decay) or constant."""
     warmup_steps: int | None = option(0, "3% of the steps", changes="rate", ge=0, lt=2**63)
     """Steps of linear warm-up; 3% of the steps with --init-from."""
     decay_fraction: float = option(
@@ -537,6 +537,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr
         warmup = math.ceil(FINE_TUNING_WARMUP * self.steps) if self.warmup_steps is None else self.warmup_steps
+        if self.schedule == "linear":  # which decays from the end of the warm-up on
+            return LearningRate("wsd", self.lr, last, self.steps, warmup, max(0, self.steps - warmup))
         return LearningRate(self.schedule, self.lr, last, self.steps, warmup, decay)
 
     def update_rule(self) -> UpdateRule:

@@ -423,6 +423,10 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
             how = f"name the text or the chat to train on, as --text-field {given[0]}, or remove the others"
             raise DataError(f"{where}: expected one of the fields {', '.join(forms)}, got {' and '.join(given)}; {how}")
         field = next((name for name in (*given, *forms, "prompt") if name in fields), None)
+    parts = [fields.get(name) for name in ("prompt", "completion")]
+    if field != lines.text_field and field in ("prompt", "completion") and all(isinstance(x, list) for x in parts):
+        asked = [{**each, "weight": 0} if isinstance(each, dict) else each for each in fields["prompt"]]
+        fields, field = {**fields, "messages": [*asked, *fields["completion"]]}, "messages"  # as TRL has them
     if field in ("prompt", "completion") and field != lines.text_field:
         prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
         _check_refused(fields, where)

@@ -56,10 +56,13 @@ def checked(number: int, given: Any, where: str, uses: Callable[[str], bool], pa
     if role not in ROLES:
         how = "; write the role 'tool'" * (role == "function")
         raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}{how}")
-    if isinstance(content, list) and [isinstance(each, dict) and each.get("type") for each in content] == ["text"]:
-        message["content"] = content[0].get("text")
-        if message["content"] is None:
+    parts = content if isinstance(content, list) else []
+    texts = [each.get("text") for each in parts if isinstance(each, dict) and each.get("type") == "text"]
+    if texts and len(texts) == len(parts):
+        if texts == [None]:
             del message["content"]
+        elif all(isinstance(each, str) for each in texts):
+            message["content"] = "".join(map(str, texts))
     if wrong := _wrong_content(message, number):
         raise DataError(f"{where}: expected {wrong}")
     if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
@@ -90,7 +93,7 @@ def _wrong_content(message: Mapping[str, Any], number: int) -> str:
     if content is None:
         return f"content{' or tool_calls' * assistant} in message {number}, got {'neither' if assistant else 'none'}"
     if isinstance(content, list):
-        return f"one text as the content of message {number}, got a list of parts: {reprlib.repr(content)}"
+        return f"text, or a list of parts of text, as the content of message {number}, got {reprlib.repr(content)}"
     return f"text as the content of message {number}, got {reprlib.repr(content)}; write it as a string of JSON"
 
 

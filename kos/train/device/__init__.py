@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,35 +18,40 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Batches, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
 from kos.train.data.own import Rows
+from kos.train.generate import Decoder
 from kos.train.layers import Weights
+from kos.train.layers.cache import Cache
 from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
-from kos.train.model.llama import LlamaConfig
+from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
+from kos.train.ops import Loss
 from kos.train.ops.batch import Batch
-from kos.train.ops.fp8 import MULTIPLE, Fp8Ops, first_of
-from kos.train.ops.linear import LinearOps
+from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.failures import LEAVE, STOP, raised_on_every_rank
-from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
-from kos.train.parallel.tensor import TensorParallel
-from kos.train.train import REPORT, WRITING, Runner, Stages, Step, StepResult
+from kos.train.step import REPORT, WRITING, Stages, Step, StepResult
 
 
-class Device(Runner):
+class Device:
     """What runs the steps of a model in training: it allocates, feeds and times them. All calls are collective.
 
     It has a ``step``, with weights and optimizer state on the device that computes. ``parts`` are the parts of the
     model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
+
+    The batches of steps come from ``source``, by default ``data``. ``watched``: the weights of a step are looked at
+    before the next begins. ``loss`` and ``stop_request`` are as for ``Step``.
     """
 
     place: str
     """The device, for errors."""
 
-    step: Step
+    most_in_flight = 0
+    """How many steps may be started before the first of them is finished, so that the device never waits."""
 
     epoch = 0
     """How often the ranks of the run have changed."""
@@ -54,11 +59,13 @@ class Device(Runner):
     newcomers = 0
     """How many wait at this rank, or ``WRITING``."""
 
-    source: Batches
-    """Where the batches of steps come from."""
-
-    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
+    def __init__(
+        self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show,
+        source: Batches | None = None, watched: bool = False, loss: Loss | None = None,
+        stop_request: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
+        self.watched = watched
         assert config.micro_batch_size is not None  # for_world has chosen it
         self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
         with raised_on_every_rank():
@@ -67,11 +74,26 @@ class Device(Runner):
             check_groups(config, model)
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches))
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
-        self.pipeline, self.source = Pipeline(mesh.pp, schedule), data
+        self.pipeline = Pipeline(mesh.pp, schedule)
+        self.use(source or data)
+        self.step = self.make_step(model, loss, stop_request)
+
+    def make_step(self, model: LlamaConfig, loss: Loss | None, stop_request: Callable[[], int] | None) -> Step:
+        """Plan the memory of this rank, and allocate it. ConfigError if there is too little."""
+        raise NotImplementedError
+
+    def start_step(self, step: int, wish: int) -> None:
+        """Begin the step (counted from 0). ``wish``: what was requested on this rank, as ``Stop.wish`` says."""
+        raise NotImplementedError
+
+    def finish_step(self, step: int) -> StepResult:
+        """Wait for a step that was begun, the oldest first."""
+        raise NotImplementedError
 
     def use(self, source: Batches) -> None:
         """Take the batches of steps from ``source``."""
-        self.source, self.lag = source, type(self).lag if source.ahead else 0
+        self.source = source
+        self.steps_in_flight = self.most_in_flight if source.ahead and not self.watched else 0
 
     @property
     def applied(self) -> int:
@@ -143,11 +165,6 @@ class Device(Runner):
         joining = 0 if stay else min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
         counted = not math.isinf(count)
         return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch, counted)
-
-    @property
-    def report_size(self) -> int:
-        """The numbers that a rank reports, the same on all ranks."""
-        return REPORT + -(-self.step.micro_batches // self.mesh.dp.size)
 
     def synchronize(self, until: Callable[[], bool] | None = None) -> None:
         """Wait for all queued work of all communicators, or until ``until()`` is true; raises the error of any of it.
@@ -252,39 +269,16 @@ class Device(Runner):
 
     # --- text --------------------------------------------------------------------------------------------
 
-    def sampler(self) -> Callable[[np.ndarray], np.ndarray] | None:
-        """The function that computes the logits (V,) of the token after (1, T); None on ranks that take no part."""
-        weights, mesh, ops = self.whole_weights(), self.mesh, self.step.models[0].ops
+    def decoder(self, sequences: int, capacity: int) -> Decoder | None:
+        """A decoder of the model; None on ranks that take no part."""
+        weights, mesh, step = self.whole_weights(), self.mesh, self.step
         if mesh.dp.rank or mesh.cp.rank:  # one of the ranks that hold the same weights is enough
             return None
-        arena, multiple, wrapped = ops.make_arena(), mesh.tp.size, ops
-        if self.step.quantized:
-            wrapped = Fp8Ops(LinearOps(ops), arena, mesh.tp.size == 1)
-            if self.config.device != "cpu":  # which takes all sizes
-                multiple *= MULTIPLE * min(2, mesh.tp.size)  # each half has its own matmul
-        models = [
-            Model(each.config, wrapped, local=each.local, arena=arena,
-                  tensor=TensorParallel(ops, mesh.tp, each.local.vocabulary.start))
-            for each in self.step.models
-        ]  # fmt: skip
-        (_, hidden), dtype = self.step.message
-        stages = Stages(models, self.pipeline)
-
-        def next_logits(tokens: np.ndarray) -> np.ndarray:
-            length = tokens.shape[1]
-            batch = Batch(np.pad(tokens, ((0, 0), (0, -length % multiple))))  # which earlier tokens do not see
-            shape = models[0].tensor.rows(batch.tokens.size), hidden
-            last = partial(Model.logits_of, rows=slice(length - 1, length))
-            for chunk, model in enumerate(models):
-                action = Action("F", 0, chunk)
-                received = self.pipeline.receive(action, partial(model.arena.take, shape, dtype))
-                logits = stages.forward(action, weights, received, batch, last)
-            stages.clear()
-            whole, mine = mesh.model_parallel, b"" if logits is None else logits.tobytes()
-            parts = whole.comm.all_gather_bytes(mine) if whole.size > 1 else [mine]
-            return np.frombuffer(b"".join(parts), ops.to_host(models[0].arena.take((1,), dtype)).dtype)
-
-        return next_logits
+        model, in_8_bits, stages = step.models[0].config, bool(step.quantized), None
+        if mesh.pp.size > 1 or in_8_bits:
+            ranks = mesh.model_parallel
+            stages = RunStages(self.parts, self.pipeline, ranks, model.hidden_size, step.dtype, in_8_bits)
+        return Decoder(model, step.ops, weights, sequences, capacity, mesh.tp, stages)
 
     # --- state -----------------------------------------------------------------------------------------
 
@@ -324,6 +318,34 @@ class Device(Runner):
                 pass  # each read waits
             parallel.synchronize()  # what waits for a GPU next knows no timeout
         return self.step.with_frozen(weights)
+
+
+class RunStages(NamedTuple):
+    """The stages that the ranks of one model hold in training: the ``parts`` of this rank, and how they are joined."""
+
+    parts: Sequence[Local]
+    pipeline: Pipeline
+    ranks: Axis
+    """Those that hold the model together."""
+    hidden_size: int
+    dtype: Any
+    in_8_bits: bool
+    """Whether linear layers have weights in 8 bits."""
+
+    def logits(
+        self, models: Sequence[Model], weights: Weights, tokens: Any, cache: Cache, rows: slice
+    ) -> np.ndarray:
+        """The logits of ``rows`` after a forward through all stages, on every rank."""
+        stages, found, batch = Stages(models, self.pipeline), None, Batch(tokens)
+        for chunk, model in enumerate(models):
+            action, shape = Action("F", 0, chunk), (tokens.size, self.hidden_size)
+            received = self.pipeline.receive(action, partial(model.arena.take, shape, self.dtype))
+            result = partial(Model.logits_of, rows=rows)
+            found = stages.forward(action, weights, received, batch, result, cache)
+        stages.clear()
+        mine = b"" if found is None else np.asarray(found, np.float32).tobytes()
+        every = self.ranks.comm.all_gather_bytes(mine) if self.ranks.size > 1 else [mine]
+        return np.frombuffer(next(filter(None, every)), np.float32).reshape(rows.stop - rows.start, -1)
 
 
 def _filled(batch: Batch, rows: int) -> Batch:

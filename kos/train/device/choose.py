@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from kos.comm.communicator import Communicator
 from kos.cuda import device_info, require, unavailable
@@ -25,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 def make_device(
     config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh,
-    show: Show = lambda what, share: None,
+    show: Show = lambda what, share: None, **program: Any,
 ) -> Device:  # fmt: skip
-    """The device of ``config.device``, which ``choose_device`` has chosen."""
+    """The device of ``config.device``, which ``choose_device`` has chosen; ``program`` is as for ``Device``."""
     if config.device == "cuda":
         from kos.train.device.cuda import CudaDevice
 
-        return CudaDevice(config, model, data, mesh, show)
+        return CudaDevice(config, model, data, mesh, show, **program)
     from kos.train.device.cpu import CpuDevice
 
-    return CpuDevice(config, model, data, mesh, show)
+    return CpuDevice(config, model, data, mesh, show, **program)
 
 
 def layout_of(config: TrainConfig, ranks: int) -> Layout:

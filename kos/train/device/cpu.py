@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
-from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Dataset
-from kos.train.data.corpus import Show
 from kos.train.device import Device
 from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.device.memory_plan import GIB, plan_buckets
 from kos.train.model.llama import LlamaConfig
+from kos.train.ops import Loss
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
-from kos.train.optim import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
-from kos.train.train import REPORT, Step, StepResult
+from kos.train.step import REPORT, Step, StepResult
 
 
 class CpuDevice(Device):
     """Weights and state are fp32 arrays of the host; with ``--zero 1`` a rank holds its shard of the state."""
 
-    lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
+    place, dtype = "the CPU", np.dtype(np.float32)
 
-    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
-        super().__init__(config, model, data, mesh, show)
-        parts, schedule = self.parts, self.pipeline.schedule
+    def make_step(self, model: LlamaConfig, loss: Loss | None, stop_request: Callable[[], int] | None) -> Step:
+        config, mesh = self.config, self.mesh
         dry = Mesh.dry(mesh.layout, mesh.world.rank, mesh.exact("cpu"))
-        plan = plan_memory(config, model, DryOps(), dry, schedule, sharing=self.comm.local_size)
+        plan = plan_memory(config, model, DryOps(), dry, self.pipeline.schedule, sharing=self.comm.local_size)
         self.plan = together(self.comm, plan.check)
-        buckets = plan_buckets(config, model, parts, mesh, reaches=False)
-        weights, gradients = (buckets.zeros(self.dtype) for _ in range(2))
-        self.step = step = Step(
-            config, model, parts, mesh, self.pipeline, numpy_ops, gradients, self.dtype, buckets
-        )
-        reports = np.zeros((self.comm.size, self.report_size))
-        step.weights, step.count, step.micro_batch = weights, np.zeros(1, self.dtype), self.micro_batch
-        step.reports, step.report = reports, reports[0] if self.comm.size == 1 else np.zeros(reports.shape[1])
-        step.optimizer = Optimizer(
-            config.update_rule(), weights, config.learning_rate(), groups=config.trained_groups(model, *parts),
-            parts=step.parallel.parts(), normed=step.parallel.normed(),
-            grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, counted=step.counted(),
-            exact=model.num_parameters() if config.deterministic else 0, tp=mesh.tp, arena=step.models[0].arena,
+        buckets, dtypes = plan_buckets(config, model, self.parts, mesh, reaches=False), (self.dtype,) * 3
+        return Step(
+            config, model, self.parts, mesh, self.pipeline, numpy_ops, buckets, self.micro_batch, dtypes=dtypes,
+            loss=loss, stop_request=stop_request,
         )  # fmt: skip
 
     def describe(self) -> str:

@@ -11,7 +11,6 @@ device never waits for it.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import time
 from collections import deque
@@ -30,14 +29,11 @@ from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import Graph, capture
 from kos.cuda.streams import Event, create_stream
-from kos.dtypes import DTYPES
 from kos.errors import CollectiveError, SettingError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.state import WritePlan
-from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Batches, Dataset
-from kos.train.data.corpus import Show
+from kos.train.data.batches import Batches
 from kos.train.device import Device
 from kos.train.device.dry_run import plan_memory, slow_attention
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
@@ -45,17 +41,17 @@ from kos.train.layers import Gradients, Placement, Weights
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
-from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.model.parameters import Parameters
+from kos.train.ops import Loss
 from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.numpy_optimizer import SCALARS
-from kos.train.optim import Optimizer
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.failures import gather_json, together
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.schedules import Action
-from kos.train.train import REPORT, Step, StepResult
+from kos.train.step import REPORT, Step, StepResult
 
 
 class _Staging(NamedTuple):
@@ -78,13 +74,13 @@ class Feed:
 
     def __init__(
         self, data: Batches, fields: Sequence[str], seq_len: int, micro_batches: Sequence[range], dp: Axis,
-        context: ContextParallel, ops: CudaOps,
+        context: ContextParallel, ops: CudaOps, count: Array,
     ) -> None:  # fmt: skip
         self._data, self._micro_batches, self._dp, self._context, self._ops = data, micro_batches, dp, context, ops
         pieces = context.pieces  # as samples of their own
         rows, columns = len(micro_batches[0]) * pieces, seq_len // (context.size * pieces)
         shape = len(fields), len(micro_batches), rows, columns  # in one piece, for one copy
-        self._rows, self.count = ops.zeros(shape, np.int32), ops.zeros(1, np.float32)
+        self._rows, self.count = ops.zeros(shape, np.int32), count
         self.batch = Batch.of_memory(self._rows, fields)
         self._stream, device = create_stream(ops.device), ops.device
         self._staging = [
@@ -140,26 +136,29 @@ _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
 class CudaDevice(Device):
     """The GPU of this rank; with ``--zero 1`` it holds only its shard of master weights and state."""
 
-    lag = 1
+    most_in_flight = 1
     """With ``--elastic`` there are none (``Elastic``)."""
 
-    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
-        super().__init__(config, model, data, mesh, show)
-        comm, replicas = self.comm, mesh.dense.replicas
-        device = comm.device or 0
+    feed: Feed | None
+    """Made for the first batch of its source."""
+
+    _graph: Graph | None
+
+    def make_step(self, model: LlamaConfig, loss: Loss | None, stop_request: Callable[[], int] | None) -> Step:
+        config, mesh, comm, schedule = self.config, self.mesh, self.comm, self.pipeline.schedule
+        device, replicas = comm.device or 0, mesh.dense.replicas
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
         if config.dtype == "fp8":
             together(comm, lambda: fp8.check_gpu(device_info(device)))
             together(comm, lambda: check_fp8(config, model, mesh, self.parts))
-        sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
-        multiple, split = math.gcd(*sizes.values()) if config.deterministic else None, split_of(config, model, mesh)
-        ops = CudaOps(device, multiple=multiple, sequential=split is not None and split.features > 1)
-        parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, len(self.micro_batches)
+        split = split_of(config, model, mesh)
+        multiple = math.gcd(*map(math.prod, model.parameter_shapes().values())) if config.deterministic else None
+        self.ops = ops = CudaOps(device, multiple=multiple, sequential=split is not None and split.features > 1)
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self._reaches = _reaches(replicas)
         dry = Mesh.dry(mesh.layout, comm.rank, mesh.exact("cuda"))
-        buckets = plan_buckets(config, model, parts, dry, self._reaches)
+        buckets = plan_buckets(config, model, self.parts, dry, self._reaches)
         shards = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
 
         def plan() -> MemoryPlan:
@@ -171,51 +170,26 @@ class CudaDevice(Device):
             sharing = uuids.count(uuids[comm.rank])
             return plan_memory(config, model, ops, dry, schedule, self._reaches, sharing).check()
 
-        self.plan = together(comm, plan)
-        self.ops, self.reachable_bytes = ops, 0  # of memory that other ranks reach into
+        self.plan, self.reachable_bytes = together(comm, plan), 0  # bytes of memory that other ranks reach into
         if not config.deterministic:
-            ops.algorithms.update(self._search(model, accumulation_steps))
-        gradients = buckets.zeros(config.grad_dtype, self._zeros)
-        gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
-        about = config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets
-        self.step = step = Step(*about, HEAD_ROWS)
-        self._fix_arenas()
-        dtype, copy = config.master_dtype, None
-        master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)
-        if buckets.sharded:
-            copy = buckets.zeros(config.compute_dtype, self._zeros)
-        elif config.compute_dtype != dtype:
-            copy = gradients.like(config.compute_dtype)
-        step.weights = master if copy is None else copy
-        step.optimizer = Optimizer(
-            config.update_rule(), master, config.learning_rate(), ops=ops, copy=copy,
-            groups=config.trained_groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp,
-            arena=step.models[0].arena, skip_outliers=config.skip_outliers, seed=config.seed,
-            counted=step.counted(), normed=step.parallel.normed(),
-            places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
-            exact=sum(sizes.values()) if config.deterministic else 0,
+            ops.algorithms.update(self._search(model, len(self.micro_batches)))
+        flags = None
+        if config.elastic is not None and comm.size > 1:
+            flags = Array.from_numpy(np.array(comm.abort_flags, np.uint64), ops.device, stream=ops.stream)
+        step = Step(
+            config, model, self.parts, mesh, self.pipeline, ops, buckets, self.micro_batch, zeros=self._zeros,
+            head_rows=HEAD_ROWS, loss=loss, abort_flags=flags,
         )  # fmt: skip
-        step.report = ops.zeros(self.report_size, np.float64)
-        self._share_reports()
-        self._graph: Graph | None = None
-        self.feed: Feed | None = None  # made for the first batch of its source
-        self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
+        self._fix_arenas(step)
+        self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.most_in_flight + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way
         self._forward_sizes = set[int]()  # in tokens, for which the kernels of forwards alone are loaded
+        return step
 
-    def _share_reports(self) -> None:
-        """Take memory for the reports of all ranks; in an elastic run a step also reports aborted collectives."""
-        step, ops, size = self.step, self.ops, self.comm.size
-        step.reports = ops.zeros((size, step.report.size), np.float64) if size > 1 else step.report.reshape(1, -1)
-        if self.config.elastic is not None and size > 1:
-            flags = Array.from_numpy(np.array(self.comm.abort_flags, np.uint64), ops.device, stream=ops.stream)
-            invalidate = step.optimizer.invalidate_if_aborted
-            step.invalidate_if_aborted = partial(invalidate, step.gradients, flags, step.report)
-
-    def _fix_arenas(self) -> None:
+    def _fix_arenas(self, step: Step) -> None:
         """Give scratch memory and micro-batches in flight what was planned, and connect the stages."""
-        config, mesh, (model, *_), tp = self.config, self.mesh, self.step.models, self.mesh.tp
-        slots = [(flight.arena, self.plan.slot) for flight in self.step.stages.free]
+        config, mesh, (model, *_), tp = self.config, self.mesh, step.models, self.mesh.tp
+        slots = [(flight.arena, self.plan.slot) for flight in step.stages.free]
         for arena, size in ((model.arena, self.plan.scratch), *slots):
             arena.reserve(size, partial(self._reachable, tp.comm) if _reaches(tp) else None)
             arena.fix()
@@ -351,11 +325,14 @@ class CudaDevice(Device):
 
     def _make_feed(self, step: int) -> Feed:
         """Memory for the batches of ``source``, which the step reads from then on."""
-        fields, program = self.source.read(step), self.step
-        context, seq_len = program.models[0].context, self.config.seq_len
-        self.feed = feed = Feed(self.source, fields, seq_len, self.micro_batches, self.mesh.dp, context, self.ops)
-        program.count, program.micro_batch = feed.count, feed.micro_batch
+        context, source, dp = self.step.models[0].context, self.source, self.mesh.dp
+        about = source, source.read(step), self.config.seq_len, self.micro_batches, dp, context
+        self.feed = feed = Feed(*about, self.ops, self.step.count)
         return feed
+
+    def micro_batch(self, index: int) -> Batch:
+        assert self.feed is not None
+        return self.feed.micro_batch(index)
 
     def _load_kernels(self) -> None:
         """Run a step that changes nothing, which loads all kernels and connects all ranks.

@@ -23,7 +23,7 @@ import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.cuda.driver import call, cu
-from kos.dtypes import DTYPES, DType
+from kos.dtypes import DTYPES
 from kos.errors import SettingError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
@@ -49,13 +49,13 @@ from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, Schedule
-from kos.train.train import REPORT, Step
+from kos.train.step import Step
 
 
 class DryOps:
     """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
 
-    dtype, overlap_rows, one_scale, matrix_batch = np.dtype, None, False, 0
+    overlap_rows, one_scale, matrix_batch = None, False, 0
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
@@ -102,9 +102,6 @@ class DryCudaOps(CudaOps):
 
     def to_host(self, array: Array) -> np.ndarray:
         return np.zeros(array.shape, array.dtype.numpy)
-
-    def dtype(self, name: str) -> DType:
-        return DTYPES[name]
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
@@ -195,29 +192,31 @@ class DryRun(Step):
         self, config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, dry: Any,
         clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.dry, self.clock, self.actions = config, dry, clock, dict[Action, dict[str, float]]()
+        self.dry, self.clock, self.actions = dry, clock, dict[Action, dict[str, float]]()
         self.parts = parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         buckets = plan_buckets(config, model, parts, mesh, reaches=True)
         counted = buckets.uncut or (config.dtype == "fp8" and buckets.sharded)  # memory depends on buckets
         if not (clock or counted):  # a model that fits on no machine would have too many buckets to list
             buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
-        gradients = buckets.zeros(config.grad_dtype, dry.zeros)
-        self.weights, head_rows = gradients.like(config.compute_dtype), HEAD_ROWS if config.device == "cuda" else None
-        pipeline, dtype, ops = Pipeline(mesh.pp, schedule), dry.dtype(config.compute_dtype), dry
-        if clock is not None:
-            ops = TimedOps(dry, clock.timed)
-        super().__init__(config, model, parts, mesh, pipeline, ops, gradients, dtype, buckets, head_rows)
+        ops, pipeline = dry if clock is None else TimedOps(dry, clock.timed), Pipeline(mesh.pp, schedule)
+        head_rows = HEAD_ROWS if config.device == "cuda" else None
+        self._batch = Batch(None)
+        super().__init__(
+            config, model, parts, mesh, pipeline, ops, buckets, lambda index: self._batch, head_rows=head_rows
+        )
         pieces = self.models[0].context.pieces
         shape = (config.micro_batch_size or 1) * pieces, config.seq_len // (mesh.cp.size * pieces)
-        self.tokens, self.count = dry.zeros(shape, np.int32), dry.zeros((1,), np.float32)
+        self.tokens = dry.zeros(shape, np.int32)
         starts = self.tokens if config.documents == "pack" else None
         self._batch = Batch(self.tokens, self.tokens, document_starts=starts)
-        self.micro_batch = lambda index: self._batch
-        self.report = self.reports = dry.zeros((REPORT + schedule.micro_batches,), np.float64)
-        self.optimizer = self  # of which ``run`` asks for the update
         self.held = self.parallel.parts()
         """The parts of the layout whose state this rank keeps."""
-        self.state = state_of(config.update_rule(), config.trained_groups(model, *parts), gradients.spans, self.held)
+        groups = config.trained_groups(model, *parts)
+        self.state = state_of(config.update_rule(), groups, self.gradients.spans, self.held)
+
+    def _make_optimizer(self, model: LlamaConfig, parts: Sequence[Local]) -> tuple[Parameters, Any]:
+        """``run`` asks this object for the update."""
+        return self.gradients.like(self.dtype), self
 
     @classmethod
     def timed(cls, job: Job, stage_rank: int) -> DryRun:

@@ -94,7 +94,7 @@ class Head:
     def __init__(self, name: str, vocabulary: int, norm: Norm, tied: bool) -> None:
         self.name, self.vocabulary, self.norm, self.tied = name, vocabulary, norm, tied
         self.rows = HEAD_ROWS
-        self.own_loss: Loss | None = None  # instead of the cross-entropy
+        self.custom_loss: Loss | None = None  # instead of the cross-entropy
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         table = Placement.split((self.vocabulary, self.norm.size), 0, shard, shards)
@@ -124,12 +124,12 @@ class Head:
         assert ctx.batch is not None
         batch, ops = ctx.batch.rows(rows), ctx.ops.innermost().inner
         targets_N, weights_N, divisor = batch.targets, batch.weights, None
-        if self.own_loss is None:
+        if self.custom_loss is None:
             self._cross_entropy(ctx, logits_Nv, targets_N, losses_N, count)
             if weights_N is None:
                 return
         else:
-            ops.own_loss(self.own_loss, logits_Nv, batch, losses_N, count is not None)
+            ops.own_loss(self.custom_loss, logits_Nv, batch, losses_N, count is not None)
             weights_N, divisor = None, count
         ops.scale_rows(losses_N.reshape(-1, 1), targets_N, weights_N, None)
         if count is not None:

@@ -25,7 +25,7 @@ from kos.train.layers.attention import Attention
 from kos.train.layers.cache import Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.ops import Array, fixed_order
+from kos.train.ops import Array, Loss, fixed_order
 from kos.train.ops.batch import Batch
 from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
@@ -60,6 +60,9 @@ class InFlight:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self._reset()
+
+    def _reset(self) -> None:
         self.batch: Batch | None = None  # its fields are (N,)
         self.seq_len = 0
         self.masks: Mapping[int | None, Masks] = {}  # for each window that a layer has
@@ -75,7 +78,7 @@ class InFlight:
         if self.sent is not None:
             self.sent.wait()
         self.arena.release(0)
-        self.__init__(self.arena)  # type: ignore[misc]
+        self._reset()
 
 
 class Model:
@@ -100,7 +103,7 @@ class Model:
     def __init__(
         self, config: LlamaConfig, ops: Any, *, head_rows: int | None = None, recompute: str = "none",
         local: Local | None = None, tensor: TensorParallel | None = None, context: ContextParallel | None = None,
-        arena: Arena | None = None,
+        arena: Arena | None = None, loss: Loss | None = None,
     ) -> None:  # fmt: skip
         self.config, self.local, self.recompute = config, local or config.local(), recompute
         ops = ops if isinstance(ops, Wrapper) else LinearOps(ops)
@@ -108,7 +111,7 @@ class Model:
         self.arena = arena or ops.make_arena()
         self._ctx = PassContext(ops, self.arena, self.tensor, self.context)
         self.embedding, self.layers, self.head = config.embed(), config.layers(self.local.layers), config.make_head()
-        self.head.rows = head_rows or self.head.rows
+        self.head.rows, self.head.custom_loss = head_rows or self.head.rows, loss
         self.attentions = [each for layer in self.layers for each in layer if isinstance(each, Attention)]
         self.windows = {each.window for each in self.attentions}
         self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
@@ -449,14 +452,18 @@ def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequen
     check_sizes([layer for part in parts for layer in model.layers(part.layers)], mesh.tp.size, tokens)
 
 
-def make_whole(config: LlamaConfig, ops: Any, tp: Axis = ALONE) -> Model:
-    """The model for forward passes only.  With several ranks of ``tp``, each rank has a part of the tensors, and all
-    rows.
+def make_whole(
+    config: LlamaConfig, ops: Any, tp: Axis = ALONE, local: Local | None = None, arena: Arena | None = None
+) -> Model:
+    """The model, or the stage ``local``, for forward passes only.
+
+    With several ranks of ``tp``, each rank has a part of the tensors, and all rows.
 
     Raises SettingError as ``LlamaConfig.local`` does.
     """
-    local = config.local(tp.rank, tp.size)
-    return Model(config, ops, local=local, tensor=PlainTensorParallel(ops, tp, local.vocabulary.start))
+    local = local or config.local(tp.rank, tp.size)
+    tensor = PlainTensorParallel(ops, tp, local.vocabulary.start)
+    return Model(config, ops, local=local, tensor=tensor, arena=arena)
 
 
 def make_stage(

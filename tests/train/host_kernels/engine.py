@@ -121,7 +121,8 @@ COLUMN_MAJOR = {
 MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero",
              "columns_of", "add_tree", "bits_of_parts", "product_of_parts"}  # fmt: skip
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
-OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
+# The kernels': their arrays lie otherwise than numpy's.
+OPERATIONS -= {"keys_and_values", "add_keys_and_values", "empty_cache", "append_to_cache", "attention_to_cache"}
 OPERATIONS -= {"own_loss"}  # the device's, of the program's arrays or kernel
 
 

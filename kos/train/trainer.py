@@ -1,4 +1,4 @@
-"""A run: where it begins, what its steps give, and how it ends. ``kos.train.train`` has the loop.
+"""A run: where it begins, what its steps give, and how it ends. ``kos.train.step`` has the loop.
 
 The batch of a step is a pure function of (seed, step). The checkpoint has everything else that a step depends on, so a
 resumed run continues bit for bit.
@@ -10,6 +10,7 @@ import contextlib
 import math
 import signal
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -29,28 +30,27 @@ from kos.errors import (
     SettingError,
     TrainingError,
     TransferError,
-    plural,
 )
 from kos.train import checkpoint, report
-from kos.train.checkpoint import adapter
+from kos.train.checkpoint import Extra, adapter
+from kos.train.checkpoint.huggingface import TensorFiles, weight_files
+from kos.train.checkpoint.saving import Saving
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Dataset, load_data
-from kos.train.data.own import own_data
-from kos.train.device.choose import choose_device, layout_of
+from kos.train.data.batches import Dataset
+from kos.train.device import Device
+from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.device.replicas import check_replicas
-from kos.train.elastic import PATHS, Elastic, logged_epoch
-from kos.train.generate import sample_text
+from kos.train.elastic import PATHS, Elastic
+from kos.train.folder import check_folder, check_shared, describe, open_output, remove_address, run_folder
 from kos.train.machine import limit_threads
-from kos.train.model.parameters import Parameters
+from kos.train.model.llama import LlamaConfig
 from kos.train.ops import CudaLoss
 from kos.train.ops.batch import Batch
-from kos.train.ops.fp8 import MULTIPLE
 from kos.train.parallel.failures import (
     STOP,
     Stop,
     Stopped,
     alone,
-    gather_json,
     on_every_rank,
     raised_on_every_rank,
     same_on_all,
@@ -58,32 +58,26 @@ from kos.train.parallel.failures import (
     together,
 )
 from kos.train.parallel.mesh import Mesh
-from kos.train.program import Program
+from kos.train.program import Program, check
 from kos.train.publish import RunPublisher, check_address, open_publisher
-from kos.train.report import NO_TARGETS, announce, conclude
-from kos.train.run_context import (
-    ADDRESS,
-    RunContext,
-    check_folder,
-    check_shared,
-    open_output,
-    remove_address,
-    run_folder,
+from kos.train.source import (
+    check_source,
+    find_source,
+    join_run,
+    load_state_of_batches,
+    load_weights,
+    read_data,
+    state_of_batches,
 )
-from kos.train.source import check_source, find_source, load_weights
+from kos.train.step import StepResult, train
 from kos.train.tools.console import Console, by_source, is_evaluated
-from kos.train.tools.metrics import METRICS
+from kos.train.tools.metrics import MetricsLog
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
-from kos.train.train import Runner, StepResult, train
-from kos.train.trained import TrainedModel
+from kos.train.trained import TrainedModel, copy_of
 
 LEAVES = "this rank leaves after"
 
-MOST_NOT_FINITE = 20
-"""Steps in a row without a finite gradient that end a run: none of them has changed the weights, none after would."""
-
-
-class Trainer(RunContext):
+class Trainer:
     """A training run on the ranks of ``comm``, by default those of ``kos.init``. Its methods are collective.
 
     ``python -m kos.train`` and ``kos.train.fit`` call ``run``, which trains to the end. A program may instead call
@@ -100,15 +94,65 @@ class Trainer(RunContext):
         InvalidArgument: an argument of another type.
     """
 
-    publisher: RunPublisher | None = None
-    """With ``--publish``."""
+    comm: Communicator
+    mesh: Mesh
+    device: Device
+    data: Dataset
+    model_config: LlamaConfig
+    console: Console
+    out: Path
+    source: str | None
+    """The folder of the weights from which the run began."""
+    resumes: bool
+    """Whether ``source`` is a checkpoint, and not only weights."""
+    name: str
+    """That no other run on ``out`` has."""
+    updates: int
+    """The steps until ``start`` that were not skipped."""
 
     def __init__(
         self, config: TrainConfig, comm: Communicator | None = None, stop: Stop | None = None,
         **program: Unpack[Program],
     ) -> None:  # fmt: skip
-        super().__init__(config, stop, **program)
+        self.own = check(config, **program)
+        """The batches of the program; those of ``data`` unless ``brings_batches``."""
+        self.config, self.asked = config, config.to_json()
+        """``asked``: the settings as they were given."""
+        self.loss, self.val_batches = program.get("loss"), program.get("val_batches")
+        self.brings_batches = program.get("batches") is not None
+        self.callbacks, self.watched = [*program.get("callbacks", ())], False  # whether any rank has some
+        self.verbose, self.ended = program.get("verbose", True), False
+        self.stop: Stop = stop or Stop()
+        self.publisher: RunPublisher | None = None  # with --publish
+        self.found: checkpoint.Checkpoint | None = None  # that the run resumes, with its settings and files
+        self.start = self.steps_done = self.saved_step = 0
+        """Steps that are done at the start, now, and in the last checkpoint (-1: none)."""
+        self.trains = True  # whether there are steps to train
+        self.metrics: MetricsLog | None = None  # on rank 0
+        self.extra: Extra = {}
+        self.base: dict[str, str] | None = None
+        """With ``--lora``, the path of the model that is adapted, and the SHA-256 of its weights."""
+        self.skipped: set[int] = set()  # steps left out, of those of this run
+        self.without_targets = 0  # steps of this run in which the loss counted nothing
+        self.last_finite: int | None = None  # the last step whose gradients were finite
+        self.row: dict[str, Any] | None = None  # the last that was written
+        self.epoch = 0
+        """How often the ranks have changed (``--elastic``); -1: this rank has not joined them."""
+        self.untrained: dict[str, float] = {}  # validation losses before training
+        self.best: tuple[int, float] | None = None  # step and value of --keep-best; None: not known yet
+        self.improved = False
+        self.saving: Saving | None = None
+        self.held = contextlib.ExitStack()
+        """What the end of the run closes."""
+        self.held.callback(lambda: self.drop_save())
         try:
+            if config.join is not None:
+                self.console, self.epoch = Console(self.verbose - 1, config.steps), -1
+                self.stop.announce(lambda text: self.console.warn(text))
+                join_run(self)
+                self.held.push(self._close_groups)
+                self.held.callback(lambda: self.console.close())
+                return
             if comm is None:
                 comm = self.held.enter_context(kos.init(config.backend, timeout=config.timeout))
             self._begin(config, comm)
@@ -119,7 +163,6 @@ class Trainer(RunContext):
     def _begin(self, config: TrainConfig, comm: Communicator) -> None:
         """Everything up to the first step."""
         self.comm, self.profiler = comm, Profiler()
-        self.found = None
         asked = {name: value for name, value in self.asked.items() if name not in PATHS}
         self.watched = any(same_on_all(comm, asked | self.brings, len(self.callbacks)))
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
@@ -149,7 +192,7 @@ class Trainer(RunContext):
             self.source, self.start, self.saved_step, self.resumes, settings, self.updates = about
             self.config = config = config.with_data_settings(settings)
             self.base = alone(comm, lambda: adapter.find_base(config.lora, config.init_from))
-            self.data = self._load_data()
+            self.data = read_data(self)
             self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
                 self.asked["steps"] = self.console.steps = steps = self.data.steps_of(config.epochs)
@@ -159,11 +202,11 @@ class Trainer(RunContext):
             with raised_on_every_rank():
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             alone(comm, lambda: check_source(self))
-            self._load_state_of_batches()
+            load_state_of_batches(self)
             self.make_device()
             self.held.push(self._close_groups)
             self.held.callback(self.console.close)
-            announce(self)
+            report.announce(self)
             load_weights(self)
             self.steps_done = self.start
             self.publisher = open_publisher(self)
@@ -175,39 +218,6 @@ class Trainer(RunContext):
                 with contextlib.suppress(OSError):
                     self.out.rmdir()  # of runs/, if nothing is in there
             raise
-
-    def _load_data(self) -> Dataset:
-        """Read the data.  One rank of each machine prepares it, and the others read the result."""
-        # Of a resumed run the checkpoint's: the folder of ``init_from`` may be gone.
-        initialized = self.resumes and (self.brings_batches or self.config.init_from is not None)
-        weights = self.source if initialized else adapter.tokenizer_folder(self.config.init_from)
-        if self.brings_batches:
-            return together(self.comm, lambda: own_data(self.config, weights))
-        first = self.comm.local_rank == 0
-        runs = [Path(str(self.source)).parent.parent] if self.resumes else []  # with the plan that it began with
-
-        @self.stop.at_once()
-        def load() -> Dataset:
-            return load_data(self.config, self.console.progress, weights, runs)
-
-        try:
-            data = together(self.comm, lambda: load() if first else None)
-        finally:
-            self.console.close()
-        return together(self.comm, lambda: data or load())
-
-    def _state_of_batches(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the program's batches: ``OwnBatches.rows``, and a state for each rank of dp."""
-        if not self.brings_batches or (mine := self.own.state()) is None:
-            return {}
-        every, layout = gather_json(self.comm, mine), self.mesh.layout
-        return {"batches": [self.own.rows, [every[layout.rank({"dp": dp})] for dp in range(layout.dp)]]}
-
-    def _load_state_of_batches(self) -> None:
-        """Continue with the batches after those of the checkpoint."""
-        if self.brings_batches and self.resumes:
-            saved = alone(self.comm, lambda: self.found and self.found.config.get("batches"))
-            together(self.comm, lambda: self.own.load_state(saved, self.mesh.dp.rank, self.mesh.dp.size))
 
     def _close_groups(self, failed: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
@@ -222,6 +232,57 @@ class Trainer(RunContext):
             self.mesh.close()
             if self.epoch:  # others have been closed by whoever made them
                 self.comm.close()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    @property
+    def data_in_words(self) -> str:
+        packed = "".join(f", packed {each.digest[:12]}" for part in self.data.parts if (each := part.packing))
+        others = "".join(f", {name} {each.fingerprint[:12]}" for name, each in self.data.others.items())
+        loss = ", with a loss of its own" * (self.loss is not None)
+        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed}{others}){loss}"
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no validation of the last ``--patience`` was the best."""
+        patience = self.config.patience * self.config.eval_every
+        return bool(patience) and self.best is not None and self.steps_done - self.best[0] >= patience
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        return describe(self)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are batches to validate on."""
+        return self.val_batches is not None or bool(self.data.evaluated)
+
+    @property
+    def brings(self) -> dict[str, Any]:
+        """What the program brings, the same on all ranks."""
+        own = {"batches": self.brings_batches, "rows": self.own.rows, "loss": self.loss is not None}
+        return own | {"val_batches": self.val_batches is not None}
+
+    @property
+    def of_program(self) -> bool:
+        """Whether the command alone could not continue the run: the program brings its batches or its loss."""
+        return self.brings_batches or self.loss is not None
+
+    def make_device(self) -> None:
+        """Make the device for the ranks of ``mesh``. Collective."""
+        self.own.use(self.mesh, self.model_config.vocab_size)
+        self.device = make_device(
+            self.config, self.model_config, self.data, self.mesh, self.console.progress,
+            source=self.own if self.brings_batches else self.data, watched=self.watched, loss=self.loss,
+            stop_request=lambda: self.stop.wish,
+        )  # fmt: skip
+
+    def base_weights(self) -> TensorFiles:
+        """The weights of the base of adapters."""
+        assert self.base is not None
+        return weight_files(Path(self.base["path"]), self.model_config.base.parameter_shapes())
 
     def run(self, failing: Callable[[KosError], None] = lambda error: None) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where.
@@ -245,16 +306,16 @@ class Trainer(RunContext):
                 self.call("on_end")
                 self.console.close()
                 samples = self.steps_done == self.config.steps and self.config.sample_tokens and not stopped
-                conclude(self, self._sample() if samples else "")
+                report.conclude(self, report.sample_of(self) if samples else "")
             except CompileError:
                 raise
             except (
                 CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError, TransferError
             ) as error:  # fmt: skip
-                failing(failure := self._interrupted(error))
+                failing(failure := report.interrupted(self, error))
                 raise failure from error
 
-    def train(self, device: Runner) -> bool:
+    def train(self, device: Device | Elastic) -> bool:
         """Train on the device from the current step; returns whether a stop was requested."""
         if self.steps_done == self.start:
             if self.steps_done == 0 and self.validates and not self.untrained:
@@ -284,52 +345,13 @@ class Trainer(RunContext):
     # --- what the loop reports -------------------------------------------------------------------------
 
     def measure(self, result: StepResult) -> dict[str, Any]:
-        config, device, step = self.config, self.device, self.steps_done
-        for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
-            if not math.isfinite(value) and not config.skip_outliers:
-                tensor = device.not_finite(step)
-                forward = ", but what the forward breaks is in all" if name == "loss" and config.dtype != "fp8" else ""
-                where = f" (first in {tensor}{forward})" if tensor else ""
-                raise self._not_finite(step + 1, name, value, where)
-        tokens = self.data.tokens_in(step + 1)
-        rate = (tokens - self.data.tokens_in(step)) / result.seconds
-        row: dict[str, Any] = {
-            "step": step + 1,
-            "loss": result.loss,
-            "grad_norm": result.norm,
-            "lr": result.lr,
-            "tokens": tokens,
-            "tokens_per_second": rate,
-            "step_seconds": result.seconds,
-        }
-        if self.data.mixture is not None:
-            of_sources = self.data.mixture.tokens((step + 1) * config.batch_size)
-            row |= {f"tokens/{name}": count for name, count in of_sources.items()}
-        if config.skip_outliers and not result.norm <= config.skip_outliers:
-            row["skipped"] = True
-            self.skipped.add(step)
-        if not result.counted:
-            row["no_targets"] = True
-            self.without_targets += 1
-            if self.without_targets == 1:
-                seen = plural(step + 1 - self.start, "step")
-                self.console.warn(f"kos: step {step + 1}: {NO_TARGETS} (1 of {seen} so far; no_targets in {METRICS})")
-        if math.isfinite(result.norm) or self.last_finite is None:
-            self.last_finite = step if math.isfinite(result.norm) else step - 1
-        if step - self.last_finite == MOST_NOT_FINITE:
-            raise self._not_finite(step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
-        row |= device.measures(rate)
-        if step == 0:
-            row |= {key.replace("val_loss", "val_loss_before", 1): loss for key, loss in self.untrained.items()}
-        if config.elastic is not None:
-            row |= {"ranks": result.ranks, "epoch": result.epoch}
-        return row
+        return report.measure(self, result)
 
     def validate(self) -> dict[str, float]:
         losses = self.evaluate()
         loss, *_ = losses.values()
         if not math.isfinite(loss):
-            raise self._not_finite(self.steps_done, "validation loss", loss)
+            raise report.not_finite(self, self.steps_done, "validation loss", loss)
         if (metric := self.config.best_metric) is not None:
             if self.best is None:
                 step, value = alone(self.comm, lambda: checkpoint.best_of(self.checkpoints, metric, self.start))
@@ -364,7 +386,7 @@ class Trainer(RunContext):
             self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
         self.saving = checkpoint.save(
             self.checkpoints, self.device.state, step=self.steps_done, tokenizer=self.data.tokenizer,
-            config=self.description | self._state_of_batches(),
+            config=self.description | state_of_batches(self),
             keep=self.config.keep, before=max(self.start, self.saved_step), run=f"{self.name}-{self.epoch}",
             extra=self.extra, show=None if self.config.save_async else self.console.progress,
             best={str(self.config.best_metric): self.best[1]} if self.improved and self.best else None,
@@ -373,6 +395,33 @@ class Trainer(RunContext):
         if not self.config.save_async:
             self.finish_save()
         return folder
+
+    def log(self, row: dict[str, Any], last: bool) -> None:
+        """Print and write the metrics of a step."""
+        if self.row is not None and self.row["step"] == row["step"]:
+            return  # before the ranks changed
+        self.row = row
+        self.console.step(row, log=self.steps_done % self.config.log_every == 0 or last)
+        if self.metrics is not None:
+            self.metrics.write(row)
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written; the error of one rank is raised on all. Collective."""
+        if self.saving is not None:
+            self.saving.finish()
+            self.saved_step, self.saving = self.saving.step, None
+            self.call("on_save", self.checkpoints / f"step-{self.saved_step}")
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call a method of this rank's callbacks."""
+        for each in self.callbacks:
+            getattr(each, event)(self, *arguments)
+
+    def drop_save(self) -> None:
+        """End the checkpoint that is being written; it is either complete or absent."""
+        if self.saving is not None:
+            self.saving.cancel()
+        self.saving = None
 
     # --- the parts that a program calls ------------------------------------------------------------------
 
@@ -421,17 +470,7 @@ class Trainer(RunContext):
 
         Raises InvalidArgument if a rank has only a part of the model (tp, pp).
         """
-        if self.mesh.model_parallel.size > 1:
-            got = self.mesh.layout.describe()
-            raise InvalidArgument(f"model: expected ranks that hold the whole model, got {got}; save it and load that")
-        whole, to_host, config = self.device.whole_weights(), self.device.step.models[0].ops.to_host, self.model_config
-        copy = Parameters(config.parameter_shapes(), groups=config.fused_groups())
-        in_8 = {name for each in self.device.step.quantized.values() for name in each.members}
-        base: Any = self.base_weights() if in_8 else None  # as they are before they are quantized
-        for name, weight in copy.items():
-            weight[...] = base.read(name) if name in in_8 else to_host(whole[name])
-        tokenizer = self.data.tokenizer
-        return TrainedModel(config, copy, tokenizer, ends=[] if tokenizer.eos is None else [tokenizer.eos])
+        return copy_of(self)
 
     def request_stop(self) -> None:
         """Let ``run`` end on all ranks: after this step if a callback calls it, else after the next one."""
@@ -450,51 +489,3 @@ class Trainer(RunContext):
                 self.finish_save()
         else:
             self.held.__exit__(*failure)
-
-    # --- errors and the end ------------------------------------------------------------------------------
-
-    def _interrupted(self, error: KosError) -> KosError:
-        """The error of a GPU, of other ranks or of files, with the step and the last checkpoint."""
-        known = isinstance(error, CudaError) and hasattr(self, "device")  # else it could not be made again
-        where = f" on {self.device.place}" if known else ""
-        left, address = "there is no checkpoint yet", self.out / ADDRESS
-        if self.config.elastic is not None and logged_epoch(self) > self.epoch:  # others continued, and perhaps saved
-            left = f"join the run again with --join {address}" if address.is_file() else "others have ended the run"
-        elif self.saved_step > 0:
-            left = f"the last checkpoint, of step {self.saved_step}, is good"
-            ranks, lost = self.comm.world_ranks, {*error.ranks, *error.unasked}
-            lowest = not lost or ranks[self.comm.rank] == min(set(ranks) - lost, default=-1)  # it gives the advice
-            if lowest and not self.stop.advised:
-                left += report.resuming(self)
-        elif self.start > 0:
-            left = f"there is no checkpoint yet except the one from which the run started, {self.source}"
-        left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
-        failure = type(error)(f"after step {self.steps_done}{where}: {error}{left}")
-        vars(failure).update(vars(error))  # such as ``ranks``
-        return failure
-
-    def _not_finite(self, step: int, name: str, value: float, where: str = "") -> TrainingError:
-        self.finish_save()
-        saved = "the checkpoints before it are of finite weights, " if max(self.start, self.saved_step) > 0 else ""
-        skip = ", --skip-outliers X leaves out such steps and those of a gradient norm over X"
-        helps = f"{saved}a lower --lr or --grad-clip may help{'' if self.config.skip_outliers else skip}"
-        return on_every_rank(TrainingError(f"step {step}: expected a finite {name}, got {value}{where}; {helps}"))
-
-    def _sample(self) -> str:
-        """Text from the trained model; "" on ranks that do not get it."""
-        self.stop.plan, self.stop.advice = "ending the sample, all steps are saved", ""
-        config, next_logits, model = self.config, self.device.sampler(), self.mesh.model_parallel
-
-        def stopped_by_any() -> bool:
-            return any(model.comm.all_gather_bytes(b"!" * self.stop.asked)) if model.size > 1 else self.stop.asked
-
-        if next_logits is None or (model.size == 1 and self.comm.rank > 0):
-            return ""
-        context = self.model_config.max_position_embeddings
-        if self.device.step.quantized and context > MULTIPLE:
-            context -= context % MULTIPLE  # sequences are padded to it
-        return sample_text(
-            next_logits, context, self.data.tokenizer, config.prompt or self.data.question(context // 2),
-            config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k,
-            stopped=stopped_by_any,
-        )  # fmt: skip

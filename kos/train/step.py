@@ -14,22 +14,28 @@ Norm and update follow after all sums.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kos.comm.reduction import ReduceOp
+from kos.dtypes import DTYPES
 from kos.train.config.options import TrainConfig
 from kos.train.data.own import EndOfBatches
 from kos.train.layers import LOOKUPS, Weights
+from kos.train.layers.cache import Cache
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
-from kos.train.model.parameters import Parameters
-from kos.train.ops import Array, Ops
+from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.ops import Array, Loss
 from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
+from kos.train.optim import Optimizer
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
-from kos.train.parallel.failures import Stop
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
@@ -59,68 +65,17 @@ WRITING = -1
 """In place of their number: it writes a checkpoint, until when no rank joins or leaves."""
 
 
-class Run(Protocol):
-    """What the loop reports to: metrics, console and checkpoints (``kos.train.run``). Collective."""
-
-    steps_done: int
-    """How many steps are done."""
-
-    stop: Stop
-
-    ended: bool
-    """Whether the run has ended since there was no batch for the next step."""
-
-    @property
-    def validates(self) -> bool:
-        """Whether there are batches to validate on."""
-
-    def measure(self, result: StepResult) -> dict[str, Any]:
-        """The metrics of the step. TrainingError if its loss or norm is not finite."""
-
-    improved: bool
-    """Whether the last validation has the best loss so far, of which there is no checkpoint (``--keep-best``)."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether validations have shown no progress for so long that the run ends (``--patience``)."""
-
-    def validate(self) -> dict[str, float]:
-        """What ``Device.evaluate`` returns. TrainingError if it is not finite."""
-
-    def log(self, row: dict[str, Any], last: bool) -> None:
-        """Print and write the metrics of a step."""
-
-    def after_step(self, row: dict[str, Any]) -> bool:
-        """Call the callbacks; returns whether one of them, on any rank, stops the run."""
-
-    def save(self) -> object:
-        """Save a checkpoint."""
-
-
-class Runner:
-    """What runs the steps, a device (``kos.train.device``). Collective."""
-
-    lag: int
-    """How many steps may be started before the first of them is finished, so that the device never waits."""
-
-    def start_step(self, step: int, wish: int) -> None:
-        """Begin the step (counted from 0). ``wish``: what was requested on this rank, as ``Stop.wish`` says."""
-        raise NotImplementedError
-
-    def finish_step(self, step: int) -> StepResult:
-        """Wait for a step that was begun, the oldest first."""
-        raise NotImplementedError
-
-
-def train(device: Runner, config: TrainConfig, run: Run) -> bool:
+def train(device: Any, config: TrainConfig, run: Any) -> bool:
     """Train from step ``run.steps_done`` to ``config.steps``, or until a stop is requested: returns whether one was.
 
-    The device may start ``lag`` steps before the first of them is finished. It does not start a step before the weights
-    of the step before are evaluated, saved and published.
+    ``run`` is a ``Trainer``; ``device`` is a ``Device`` or, with ``--elastic``, an ``Elastic``.
+    The device may start ``steps_in_flight`` steps before the first of them is finished. It does not start a step before
+    the weights of the step before are evaluated, saved and published.
     """
     started, stopped = run.steps_done, False
     while run.steps_done < started or (run.steps_done < config.steps and not stopped):
-        while not stopped and started < min(run.steps_done + 1 + device.lag, _next_pause(config, run.steps_done)):
+        ahead = run.steps_done + 1 + device.steps_in_flight
+        while not stopped and started < min(ahead, _next_pause(config, run.steps_done)):
             try:
                 device.start_step(started, run.stop.wish)
                 started += 1
@@ -166,8 +121,9 @@ class Stages:
         self.in_flight: dict[tuple[int, int], InFlight] = {}  # by micro-batch and chunk
 
     def forward(
-        self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, result: Result | None = None
-    ) -> Any:
+        self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, result: Result | None = None,
+        cache: Cache | None = None,
+    ) -> Any:  # fmt: skip
         """The forward of a stage.  Its input is received, or is the output of the previous chunk on this rank.
 
         Without ``result``, the micro-batch is in flight until its backward.  With ``result``, there is no backward, and
@@ -183,7 +139,7 @@ class Stages:
             x_nD = flight.arena.take(source.shape, source.dtype)
             model.ops.copy(source, x_nD)
         with model.ops.step(model.arena):
-            out_nD = model.forward(weights, flight, batch, x_nD, result is None)
+            out_nD = model.forward(weights, flight, batch, x_nD, result is None, cache)
             value = result(model, weights, flight) if result is not None and model.local.last else None
         flight.sent = self.pipeline.send(action, out_nD)
         if result is None or self.pipeline.own_destination(action) is not None:
@@ -208,60 +164,66 @@ class Stages:
 class Step:
     """One optimizer step of this rank, which holds ``parts`` of ``model``, a stage of the pipeline each. Collective.
 
-    It adds up ``gradients``, and computes with activations of ``dtype``. ``head_rows``: tokens whose logits are in
-    memory at once. The device sets the other attributes before the first step.
+    It adds up ``gradients``, and computes with activations of ``dtype``. Passes read ``weights``, by name.
+
+    - ``micro_batch``: this rank's rows and columns of a micro-batch, (B, T).
+    - ``zeros``: memory for gradients, and for weights that are gathered; default: that of ``ops``.
+    - ``dtypes``: of passes, of the weights that the optimizer updates, and of gradients; default: those of ``config``.
+    - ``head_rows``: tokens whose logits are in memory at once.
+    - ``loss``: that of the program, instead of the cross-entropy.
+    - ``stop_request``: what was requested on this rank (``Stop.wish``), if a step takes long; asked at its end.
+    - ``abort_flags``: where the collectives of this rank note that they were aborted; its sums are then undefined.
     """
-
-    weights: Any
-    """What passes read, by name."""
-
-    optimizer: Any
-    """The ``Optimizer``: its weights and state are Parameters or this rank's OwnedSlices."""
-
-    count: Array
-    """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""
-
-    report: Array
-    """(REPORT + most micro-batches of a rank,), float64: as ``REPORT`` says, and this rank's losses."""
-
-    reports: Array
-    """The same of every rank of the world."""
-
-    micro_batch: Callable[[int], Batch]
-    """This rank's rows and columns of a micro-batch, (B, T)."""
-
-    invalidate_if_aborted: Callable[[], None] | None = None
-    """Invalidates ``report`` if a collective of this step was aborted on this rank: its sums are undefined."""
-
-    asked: Callable[[], int] | None = None
-    """What was requested on this rank (``Stop.wish``): looked at again at the end of a step that takes long."""
 
     def __init__(
         self, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, pipeline: Pipeline,
-        ops: Ops, gradients: Parameters, dtype: Any, buckets: Buckets, head_rows: int | None = None,
+        ops: Any, buckets: Buckets, micro_batch: Callable[[int], Batch], *,
+        zeros: Callable[[int, Any], Any] | None = None, dtypes: tuple[Any, Any, Any] | None = None,
+        head_rows: int | None = None, loss: Loss | None = None,
+        stop_request: Callable[[], int] | None = None, abort_flags: Array | None = None,
     ) -> None:  # fmt: skip
         assert config.micro_batch_size is not None
-        self.mesh, self.gradients, self.pipeline, arena = mesh, gradients, pipeline, ops.make_arena()
-        self.elastic = config.elastic is not None
-        options: dict[str, Any] = {"arena": arena, "recompute": config.recompute, "head_rows": head_rows}
+        self.config, self.mesh, self.pipeline, self.ops, self.buckets = config, mesh, pipeline, ops, buckets
+        self.micro_batch, self.stop_request, self.abort_flags = micro_batch, stop_request, abort_flags
+        self.zeros, as_dtype = zeros or ops.zeros, np.dtype if config.device == "cpu" else DTYPES.__getitem__
+        names = config.compute_dtype, config.master_dtype, config.grad_dtype
+        self.dtype: Any
+        self.master_dtype: Any
+        self.dtype, self.master_dtype, grad_dtype = dtypes or map(as_dtype, names)
+        self.gradients = gradients = buckets.zeros(grad_dtype, self.zeros)
+        gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
+        arena = ops.make_arena()
+        options: dict[str, Any] = {"arena": arena, "recompute": config.recompute, "head_rows": head_rows, "loss": loss}
         self.models = [make_stage(config, model, ops, part, mesh, **options) for part in parts]
         first, last = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
         for each in self.models:
             each.holds_first, each.holds_last = first, last
         rows = self.models[0].tensor.rows(config.micro_batch_size * config.seq_len // mesh.cp.size)
-        self.message = (rows, model.hidden_size), dtype
+        self.message = (rows, model.hidden_size), self.dtype
         """The shape and dtype of what stages send."""
         slots = [InFlight(ops.make_arena()) for _ in range(pipeline.schedule.slots[mesh.pp.rank])]
         self.stages = Stages(self.models, pipeline, slots)
         self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
-        steps, lookups = pipeline.schedule.micro_batches, None
-        self.micro_batches = total = config.batch_size // config.micro_batch_size  # of all ranks
+        self.micro_batches = config.batch_size // config.micro_batch_size  # of all ranks
         self.parallel = DataParallel(
-            mesh.dense, gradients, ops, in_order=total if config.deterministic else None,
-            bucket_bytes=buckets.nbytes, least_bytes=buckets.least,
-            sharded=buckets.sharded, uncut=buckets.uncut, compress=config.compress, exact=mesh.exact(config.device),
-            twice=buckets.twice,
+            mesh.dense, gradients, ops, in_order=self.micro_batches if config.deterministic else None,
+            bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
+            compress=config.compress, exact=mesh.exact(config.device), twice=buckets.twice,
         )  # fmt: skip
+        self._hold_frozen(model, parts)
+        self.sums = self._sums(model, first, last)
+        self.weights, self.optimizer = self._make_optimizer(model, parts)
+        self.count = ops.zeros((1,), ops.statistics_dtype(self.dtype))
+        """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""
+        self.report = ops.zeros((REPORT + -(-self.micro_batches // mesh.dp.size),), np.float64)
+        """As ``REPORT`` says, then this rank's losses; ``reports``: the same of every rank of the world."""
+        self.reports = self.report.reshape(1, -1)
+        if mesh.world.size > 1:
+            self.reports = ops.zeros((mesh.world.size, *self.report.shape), np.float64)
+
+    def _hold_frozen(self, model: LlamaConfig, parts: Sequence[Local]) -> None:
+        """Memory for weights in 8 bits, and for those that are not trained."""
+        config, ops = self.config, self.ops
         shapes, stacks = model.parameter_shapes(*parts), model.fused_groups(*parts)
         in_8_bits = linear_names(self.models, config.fp8_head) if config.dtype == "fp8" else ()
         store = weight_store(in_8_bits, shapes, stacks, ops)
@@ -269,19 +231,43 @@ class Step:
         self.store, self.quantized = ({}, store) if alone else (store, {})
         """The weights of linear layers in 8 bits. ``store`` is memory for weights that each step quantizes.
         ``quantized`` has the base of adapters, which is held only in 8 bits unless it is published merged."""
-        others = {*gradients}.union(*(each.members for each in self.quantized.values()))
+        others = {*self.gradients}.union(*(each.members for each in self.quantized.values()))
         frozen = {name: shape for name, shape in shapes.items() if name not in others}
         stacks = {name: each for name, each in stacks.items() if each[0] in frozen}
-        self.frozen = Parameters(frozen, dtype, stacks, ops.zeros)
+        self.frozen = Parameters(frozen, self.dtype, stacks, ops.zeros)
         """The other weights that are not trained."""
-        in_order = config.deterministic and model.embedding in gradients
+
+    def _sums(self, model: LlamaConfig, first: bool, last: bool) -> GradientSums:
+        gradients, steps, lookups = self.gradients, self.pipeline.schedule.micro_batches, None
+        in_order = self.config.deterministic and model.embedding in gradients
         if in_order and model.tie_word_embeddings and first:  # as on two ends of a pipeline
             table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
             apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
-            lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
+            buckets = make_buckets(apart.flat.size, multiple, longest, longest)
+            lookups = TreeSum(self.mesh.dp, self.micro_batches, apart, buckets, self.ops)
         tied_apart = model.tie_word_embeddings and first != last
-        self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
+        return GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
+
+    def _make_optimizer(self, model: LlamaConfig, parts: Sequence[Local]) -> tuple[Parameters, Any]:
+        """What passes read, and the optimizer. With ZeRO-1 on a GPU, it has only this rank's master weights."""
+        config, gradients, sharded = self.config, self.gradients, self.buckets.sharded and self.config.device != "cpu"
+        held, copy = self.parallel.parts(), None
+        master: Any = gradients.like(self.master_dtype) if not sharded else None
+        if sharded:
+            master = OwnedSlices(gradients, held, self.master_dtype)
+            copy = self.buckets.zeros(self.dtype, self.zeros)
+        elif self.dtype != self.master_dtype:
+            copy = gradients.like(self.dtype)
+        sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
+        optimizer = Optimizer(
+            config.update_rule(), master, config.learning_rate(), ops=self.ops, copy=copy,
+            groups=config.trained_groups(model, *parts), parts=held, normed=self.parallel.normed(),
+            grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, seed=config.seed, counted=self.counted(),
+            places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
+            exact=sum(sizes.values()) if config.deterministic else 0, tp=self.mesh.tp, arena=self.models[0].arena,
+        )  # fmt: skip
+        return copy or master, optimizer
 
     def counted(self) -> set[str]:
         """The tensors that count in the norm of the gradient on this rank: each part on one of those that hold it."""
@@ -294,13 +280,13 @@ class Step:
         """The whole step. All ranks report in its last exchange. With ``--elastic`` the update needs that of all."""
         self.passes()
         self.norm()
-        if self.asked is not None:
-            self.report[0] = self.report[0] or self.asked()
+        if self.stop_request is not None:
+            self.report[0] = self.report[0] or self.stop_request()
         if self.mesh.world.size > 1:
-            if self.invalidate_if_aborted is not None:
-                self.invalidate_if_aborted()
+            if self.abort_flags is not None:
+                self.optimizer.invalidate_if_aborted(self.gradients, self.abort_flags, self.report)
             self.mesh.world.all_gather(self.report, self.reports)
-            if self.elastic:
+            if self.config.elastic is not None:
                 self.optimizer.agree(self.gradients, self.report, self.reports)
         self.apply()
 
