@@ -1,5 +1,5 @@
 // One copy from another process's memory, by process_vm_readv ("cross memory attach"), which Linux allows to processes
-// that may debug each other.  Linux pins each page, which takes time.  So for parts up to `direct` bytes (node.py), two
+// that may debug each other.  Linux pins each page, which takes time.  So for parts up to `direct` bytes (shared/transport.py), two
 // copies through a slot, which stays in the caches, are faster.  They are faster at any size if several ranks read the
 // data, or if one rank reads from all (prepare.c).
 //

@@ -14,9 +14,10 @@ import functools
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy import ndarray  # faster than np.ndarray, as numpy has a __getattr__
@@ -124,7 +125,10 @@ class Operations:
     """The options of a call without keywords."""
     _closed = False
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name == "node":  # the old name, until the next release
+            warnings.warn("Communicator.node is now Communicator.local_ranks", FutureWarning, stacklevel=2)
+            return self.local_ranks
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         if (operation := name.removesuffix("_init")) in CORE_OPERATIONS:
             text = f"{name}: expected a call, as kos has no persistent operations: {operation}() on arrays like those "

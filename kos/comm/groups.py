@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import time
-import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,12 +131,6 @@ class Groups(Operations):
     def local_ranks(self) -> list[int]:
         """The ranks of this communicator on this rank's host, ascending."""
         return self.rendezvous.local_ranks
-
-    @property
-    def node(self) -> list[int]:
-        """The old name of ``local_ranks``, until the next release."""
-        warnings.warn("comm.node is now comm.local_ranks", FutureWarning, stacklevel=2)
-        return self.local_ranks
 
     @interruptible
     def duplicate(self) -> Self:

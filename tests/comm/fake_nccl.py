@@ -28,7 +28,7 @@ from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import ControlPlane
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl_binding, shared, works
+from kos.comm.gpu import gpu_work, nccl_binding, shared
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine, record
@@ -336,7 +336,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
     with no_gpu(monkeypatch) as fake:
         monkeypatch.setattr(NCCLBackend, "resolve", lambda route, o: NOTHING)
-        monkeypatch.setattr(works.Mark, "ended", lambda mark: False)
+        monkeypatch.setattr(gpu_work.Mark, "ended", lambda mark: False)
         yield fake
 
 

@@ -33,6 +33,8 @@ def test_ranks_of_several_hosts():
         with kos.init("mock", rendezvous=ThreadControlPlane(group, rank, 20, host=f"host {rank % 2}")) as comm:
             host = comm.split("host")
             assert host.local_size == host.size and host.local_ranks == list(range(host.size))
+            with pytest.warns(FutureWarning, match="local_ranks"):
+                assert comm.node == comm.local_ranks
             return comm.local_ranks, members(host), host.name
 
     even, odd = ([0, 2, 4], [0, 2, 4], "world.0:host0"), ([1, 3], [1, 3], "world.0:host1")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import making
+from kos.comm import create
 from kos.comm.control.hub import pair
 from kos.comm.control.join import SILENT, parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
@@ -239,7 +239,7 @@ def test_a_newcomer_that_was_ready_is_taken():
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
 def test_a_newcomer_stops_while_it_joins(when, impatient, monkeypatch):
     """A healthy newcomer that waits too is taken instead."""
-    make, first = making.communicator, threading.Lock()
+    make, first = create.communicator, threading.Lock()
 
     def stopping(*args, **options):
         if when.startswith("while") and args[2].rank == 2 and first.acquire(blocking=False):

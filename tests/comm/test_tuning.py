@@ -15,7 +15,7 @@ import pytest
 
 from kos.bench import __main__ as bench
 from kos.bench import tables as tune
-from kos.comm import making, tuning
+from kos.comm import create, tuning
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
@@ -58,7 +58,7 @@ def changed(*path: Any, to: Any) -> dict[str, Any]:
 def tuned(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any] | None) -> None:
     """Let ranks with a GPU find a table with these routes, or none."""
     table = None if routes is None else parse(changed("routes", to=routes), "a test")
-    for module in (making, gpu_backend):
+    for module in (create, gpu_backend):
         monkeypatch.setattr(module, "for_group", lambda rendezvous, device: table)
 
 
