@@ -7,12 +7,12 @@ but none for their gradients and for the optimizer's state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from kos.train.data.corpus import Show
 from kos.train.data.own import own_data
 from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
 from kos.train.data.tokens import Shard, Tokens
+from kos.train.device import Piece
 from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.machine import limit_threads
 from kos.train.model.llama import LlamaConfig
@@ -68,14 +69,6 @@ def multiple_of(config: TrainConfig) -> int:
     return config.tp * (2 * config.cp if config.cp > 1 else 1)
 
 
-class Piece(NamedTuple):
-    """A micro-batch of ``tokens`` tokens: the numbers of its sequences, and the function that makes it."""
-
-    numbers: Sequence[int]
-    tokens: int
-    make: Callable[[], Batch]
-
-
 class Evaluator:
     """A model on the ranks of ``comm``, for sequences of ``length`` tokens at most.  All calls are collective."""
 
@@ -95,20 +88,21 @@ class Evaluator:
 
     def losses(self, pieces: Sequence[Piece], token_bytes: Any = None) -> tuple[np.ndarray, int, int]:
         """The sum of the losses of each sequence in nats, by its number, then the count of targets and their bytes."""
-        device, first, own = self.device, self.device.step.models[0], pieces[self.mesh.dp.rank :: self.mesh.dp.size]
-        sums, targets, nbytes = np.zeros(sum(len(piece.numbers) for piece in pieces)), 0, 0
-        sizes = [piece.tokens for piece in own]
-        for tokens in sorted({*sizes}) if self.mesh.pp.size > 1 else ():
+        device, dp, first = self.device, self.mesh.dp, self.device.step.models[0]
+        own, count = pieces[dp.rank :: dp.size], sum(len(piece.numbers) for piece in pieces)
+        for tokens in sorted({piece.tokens for piece in own}) if self.mesh.pp.size > 1 else ():
             device.pipeline.connect(first.tensor.rows(tokens // first.context.size))
-        for action, batch, each in device.forwards(self.weights, [piece.make for piece in own], sizes, Model.losses_of):
-            if each is not None:
-                sums[own[action.micro_batch].numbers] += each
-            if action.chunk == 0:
-                counted = batch.targets[batch.targets != LEFT_OUT]
-                targets += counted.size
-                nbytes += 0 if token_bytes is None else int(token_bytes[counted].sum())
-        total = np.sum(device.reported(sums), axis=0)
-        return total, sum_over(self.mesh.dp, targets), sum_over(self.mesh.dp, nbytes)
+
+        def targets_and_bytes(batch: Batch) -> np.ndarray:
+            counted = batch.targets[batch.targets != LEFT_OUT]
+            return np.array([counted.size, 0 if token_bytes is None else token_bytes[counted].sum()])
+
+        each, seen = device.losses(self.weights, own, Model.losses_of, targets_and_bytes)
+        total = np.zeros(count)
+        for sums in each:
+            total[: len(sums)] += sums
+        targets, nbytes = (sum_over(dp, int(number)) for number in np.zeros(2) + seen)
+        return total, targets, nbytes
 
     def of_text(self, data: Dataset) -> Row:
         """The loss in nats per token, the perplexity, and bits per byte where tokens are text.

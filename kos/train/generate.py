@@ -18,7 +18,7 @@ import numpy as np
 from kos.errors import InvalidArgument, TrainingError
 from kos.train.data.tokenizers import Tokenizer
 from kos.train.layers import Weights
-from kos.train.layers.cache import make_cache
+from kos.train.layers.attention import make_cache
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, join_parts, make_whole
 from kos.train.ops.fp8 import MULTIPLE, Fp8Ops
@@ -126,6 +126,7 @@ class Decoder:
             return [make_whole(config, wrapped, tp, part, arena) for part in parts]
 
         self._prompts, self._steps = models(ops), models(FewRows(ops) if few else ops)
+        self._stages = [] if stages is None else [*map(stages.join, (self._prompts, self._steps))]
         self._beginning = ops.zeros((1,), np.dtype(np.int32))
         self.inputs = ops.zeros((2, sequences), np.dtype(np.int32))
         self._next = np.zeros((2, sequences), np.int32)
@@ -144,7 +145,7 @@ class Decoder:
         self._next[1, index] = len(tokens)
         if self._of_run is not None:
             last = slice(len(tokens) - 1, len(tokens))
-            return self._of_run.logits(self._prompts, self._weights, padded, cache, last)[0]
+            return self._of_run.logits(self._stages[0], self._weights, padded, cache, last)[0]
         return np.asarray(self._prompts[0].next_logits(self._weights, padded, cache), np.float32)
 
     def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
@@ -156,7 +157,7 @@ class Decoder:
         if self._of_run is not None:
             every = slice(0, self._next.shape[1])
             cache, column = self._cache.of(every, self._cache.positions), self.inputs[0].reshape(-1, 1)
-            logits = self._of_run.logits(self._steps, self._weights, column, cache, every)
+            logits = self._of_run.logits(self._stages[1], self._weights, column, cache, every)
         elif not self._together:
             for index in tokens:
                 self._queue(slice(index, index + 1))

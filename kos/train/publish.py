@@ -28,7 +28,7 @@ from kos.transfer.placement import Arrays, Placement
 from kos.transfer.publisher import Publisher
 
 
-class Merged:
+class MergedRows:
     """This rank's rows of each adapted matrix, with the adapter added: W + alpha / rank B A.  Replicas divide the rows.
 
     The sums take memory in addition to the frozen weights, and are computed for each version.
@@ -69,7 +69,7 @@ class RunPublisher:
     """Offers the weights of a run at ``address``.  Collective.  Raises ConfigError."""
 
     def __init__(self, run: Any, address: str) -> None:
-        self._merged = Merged(run.device) if run.config.publish_merged else None
+        self._merged = MergedRows(run.device) if run.config.publish_merged else None
         arrays = published_arrays(run.device, run.model_config.lora is not None, self._merged)
         with _named(address):
             self._publisher = run.held.enter_context(Publisher(run.comm, arrays, address, name="kos.train"))
@@ -116,7 +116,7 @@ def open_publisher(run: Any) -> RunPublisher | None:
     return publisher
 
 
-def published_arrays(device: Device, adapters: bool, merged: Merged | None = None) -> Arrays:
+def published_arrays(device: Device, adapters: bool, merged: MergedRows | None = None) -> Arrays:
     """The arrays that this rank publishes: slices of the weights and of the frozen weights; with ``adapters``, these.
 
     With ``merged``, these are the merged matrices, and the frozen weights that have no adapters.

@@ -27,7 +27,7 @@ from kos.dtypes import DTYPES
 from kos.train.config.options import TrainConfig
 from kos.train.data.own import EndOfBatches
 from kos.train.layers import LOOKUPS, Weights
-from kos.train.layers.cache import Cache
+from kos.train.layers.attention import Cache
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.model.parameters import OwnedSlices, Parameters

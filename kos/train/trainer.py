@@ -37,9 +37,8 @@ from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.device import Device
+from kos.train.device import Device, check_replicas
 from kos.train.device.choose import choose_device, layout_of, make_device
-from kos.train.device.replicas import check_replicas
 from kos.train.elastic import PATHS, Elastic
 from kos.train.folder import check_folder, check_shared, describe, open_output, remove_address, run_folder
 from kos.train.machine import limit_threads

@@ -11,6 +11,7 @@ import pytest
 
 from kos.memory.arena import Arena
 from kos.testing import spawn
+from kos.train.device import Piece
 from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
@@ -101,7 +102,7 @@ def test_the_sampler_computes_as_validation_does():
         weights, decoder = device.step.as_read(device.whole_weights()), device.decoder(1, 64)
         assert decoder is not None
         batch, last = Batch(tokens, tokens), partial(Model.logits_of, rows=slice(63, 64))
-        ((_, _, expected),) = device.forwards(weights, [lambda: batch], [64], last)
+        ((_, _, expected),) = device.forwards(weights, [Piece([0], 64, lambda: batch)], last)
         assert decoder.prefill(0, tokens[0]).tobytes() == expected.astype(np.float32).tobytes()
         device.close()
         device.mesh.close()

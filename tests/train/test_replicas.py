@@ -12,9 +12,8 @@ from kos.comm.communicator import Communicator
 from kos.errors import TrainingError
 from kos.testing import spawn
 from kos.train import optim
-from kos.train.device import memory_plan
+from kos.train.device import check_replicas, memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.device.replicas import check_replicas
 from kos.train.optim import overlap
 from kos.train.parallel.mesh import Layout
 from kos.train.trainer import Trainer

@@ -404,7 +404,7 @@ class Link:
                     (self._received,) = map(self.sock.recv_into, [memory])
                 except BlockingIOError:  # ``by_handler`` takes long
                     return
-                is_empty = 0 < self._received < len(memory)
+                is_empty = memory is self._input and 0 < self._received < INPUT_BYTES
             elif (frame := self._frame) is None:
                 self._begin_frame(*HEADER.unpack(self._header))
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.errors import TrainingError
 from kos.train.checkpoint.adapter import Joined
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
@@ -20,7 +22,7 @@ from kos.train.data.corpus import Show
 from kos.train.data.own import Rows
 from kos.train.generate import Decoder
 from kos.train.layers import Weights
-from kos.train.layers.cache import Cache
+from kos.train.layers.attention import Cache
 from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig, Local
@@ -30,11 +32,20 @@ from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
-from kos.train.parallel.failures import LEAVE, STOP, raised_on_every_rank
+from kos.train.parallel.failures import LEAVE, STOP, gather_json, on_every_rank, raised_on_every_rank
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
 from kos.train.step import REPORT, WRITING, Stages, Step, StepResult
+
+
+class Piece(NamedTuple):
+    """A micro-batch of ``tokens`` tokens without a backward: the function that makes it, and the numbers of its losses.
+    """
+
+    numbers: Sequence[int]
+    tokens: int
+    make: Callable[[], Batch]
 
 
 class Device:
@@ -199,15 +210,17 @@ class Device:
         """The mean loss over all targets of the validation windows that are not left out."""
         starts, dp, masked = data.val_starts(), self.mesh.dp, self.data.masks_targets or data.masks_targets
         most, count = len(self.micro_batches[0]), float(starts.shape[1] * self.data.seq_len)
-        pieces = [
+        windows = (
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
-        ]  # fmt: skip
-        batches = [partial(data.windows, data.val, windows) for _, windows in pieces]
-        sizes = [len(windows) * data.seq_len for _, windows in pieces]
-        total, targets = self._sum(weights, batches, sizes, [index // dp.size for index, _ in pieces], count)
-        loss = total / len(starts)
-        return loss * count * len(starts) / sum_over(dp, targets) if masked else loss
+        )  # fmt: skip
+        pieces = [
+            Piece([index // dp.size], len(each) * data.seq_len, partial(data.windows, data.val, each))
+            for index, each in windows
+        ]
+        total, targets = self.losses(weights, pieces, partial(Model.loss_of, count=count))
+        loss = math.fsum(itertools.chain(*total)) / len(starts)
+        return loss * count * len(starts) / sum_over(dp, int(targets)) if masked else loss
 
     def loss_of(self, batches: Sequence[Batch], rows: Rows) -> float:
         """The mean loss over all targets of ``batches`` that are not left out; ``rows`` as for ``OwnBatches``.
@@ -219,23 +232,24 @@ class Device:
         starts = ((batch, at) for batch in mine for at in range(0, len(batch.tokens), most))
         pieces = [batch.rows(slice(at, at + most)) for batch, at in starts]
         targets, weights = sum_over(dp, sum(map(counted, pieces))), self.step.as_read(self.whole_weights())
-        filled = [partial(_filled, piece, most) for piece in pieces]
-        sizes = [most * self.config.seq_len] * len(pieces)
-        return self._sum(weights, filled, sizes, [0] * len(pieces), float(max(1, targets)))[0]
+        result = partial(Model.loss_of, count=float(max(1, targets)))
+        filled = [Piece([0], most * self.config.seq_len, partial(_filled, piece, most)) for piece in pieces]
+        return math.fsum(itertools.chain(*self.losses(weights, filled, result)[0]))
 
-    def _sum(
-        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], terms: Sequence[int],
-        count: float,
-    ) -> tuple[float, int]:  # fmt: skip
-        """The sum of the losses of all ranks, divided by ``count``, and the number of this rank's targets.
+    def losses(
+        self, weights: Weights, pieces: Sequence[Piece], result: Result, of_batch: Callable[[Batch], Any] = counted
+    ) -> tuple[list[np.ndarray], Any]:
+        """The losses of this rank's ``pieces``: ``result`` of each is added to the sums of its numbers.
 
-        The losses of batches with the same number in ``terms`` are added first.
+        Returns the sums of each rank of ``reporters``, and the sum of ``of_batch`` over this rank's batches.
         """
-        sums, targets = np.zeros(max(terms, default=0) + 1), 0
-        for action, batch, loss in self.forwards(weights, batches, sizes, partial(Model.loss_of, count=count)):
-            targets += counted(batch) * (action.chunk == 0)
-            sums[terms[action.micro_batch]] += loss or 0
-        return math.fsum(itertools.chain(*self.reported(sums))), targets
+        sums, seen = np.zeros(1 + max((max(piece.numbers) for piece in pieces), default=0)), 0
+        for action, batch, losses in self.forwards(weights, pieces, result):
+            if action.chunk == 0:
+                seen += of_batch(batch)
+            if losses is not None:
+                sums[pieces[action.micro_batch].numbers] += losses
+        return self.reported(sums), seen
 
     def reported(self, values: np.ndarray) -> list[np.ndarray]:
         """The ``values``, float64, of all ranks of ``reporters``.  Waits until all queued work is complete."""
@@ -244,21 +258,21 @@ class Device:
         return [np.frombuffer(gathered[rank]) for rank in self.reporters()]
 
     def forwards(
-        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
+        self, weights: Weights, pieces: Sequence[Piece], result: Result
     ) -> Iterator[tuple[Action, Batch, Any]]:
-        """Run the forward of this rank's ``batches``, of ``sizes`` tokens each, without a backward.
+        """Run the forward of this rank's ``pieces``, without a backward.
 
         Yields each of this rank's actions, its whole batch, and on the last stage the ``result`` of its output, on
-        others None.  Collective over the ranks that hold one model, which all have the same batches.
+        others None.  Collective over the ranks that hold one model, which all have the same pieces.
         """
         first, stages = self.step.models[0], self.step.stages
-        if not batches:
+        if not pieces:
             return
-        schedule = forward_only(self.pipeline.schedule, len(batches))
-        rows = [first.tensor.rows(size // first.context.size) for size in sizes]
+        schedule = forward_only(self.pipeline.schedule, len(pieces))
+        rows = [first.tensor.rows(piece.tokens // first.context.size) for piece in pieces]
         for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
-            self.show("validation", action.micro_batch / len(batches))
-            batch = batches[action.micro_batch]()
+            self.show("validation", action.micro_batch / len(pieces))
+            batch = pieces[action.micro_batch].make()
             yield action, batch, stages.forward(action, weights, received, first.context.take(batch), result)
         stages.clear()
 
@@ -332,12 +346,14 @@ class RunStages(NamedTuple):
     in_8_bits: bool
     """Whether linear layers have weights in 8 bits."""
 
-    def logits(
-        self, models: Sequence[Model], weights: Weights, tokens: Any, cache: Cache, rows: slice
-    ) -> np.ndarray:
+    def join(self, models: Sequence[Model]) -> Stages:
+        """The stages with these models, for ``logits``."""
+        return Stages(models, self.pipeline)
+
+    def logits(self, stages: Stages, weights: Weights, tokens: Any, cache: Cache, rows: slice) -> np.ndarray:
         """The logits of ``rows`` after a forward through all stages, on every rank."""
-        stages, found, batch = Stages(models, self.pipeline), None, Batch(tokens)
-        for chunk, model in enumerate(models):
+        found, batch = None, Batch(tokens)
+        for chunk, model in enumerate(stages.models):
             action, shape = Action("F", 0, chunk), (tokens.size, self.hidden_size)
             received = self.pipeline.receive(action, partial(model.arena.take, shape, self.dtype))
             result = partial(Model.logits_of, rows=rows)
@@ -353,3 +369,41 @@ def _filled(batch: Batch, rows: int) -> Batch:
     more = ((0, rows - len(batch.tokens)), (0, 0))
     filled = batch.map(lambda field: np.pad(field, more))
     return filled._replace(targets=np.pad(batch.targets, more, constant_values=LEFT_OUT))
+
+
+# --- --check-replicas: ranks that hold copies of weights or optimizer state compare hashes of them -----------
+
+
+def check_replicas(device: Device, step: int) -> None:
+    """Compare the trained weights and the optimizer's state between ranks that hold the same elements. Collective.
+
+    Raises TrainingError on all ranks if their bits differ. It names the first tensor, and two ranks that differ.
+    """
+    if device.comm.size == 1:
+        return
+    mine = {name: hashlib.blake2b(values.data, digest_size=16).hexdigest() for name, values in _held(device)}
+    seen = dict[str, tuple[int, str]]()
+    for rank, theirs in enumerate(gather_json(device.comm, mine)):
+        for name, digest in theirs.items():
+            first, expected = seen.setdefault(name, (rank, digest))
+            if digest != expected:
+                text = f"step {step}: --check-replicas: expected the same bits on all ranks that hold {name}"
+                raise on_every_rank(TrainingError(f"{text}, got different bits on rank {rank} than on rank {first}"))
+
+
+def _held(device: Device) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """The bytes that this rank holds, with their names.  Ranks with a copy of the same elements use the same name."""
+    step, placements = device.step, device.state.placements
+    optimizer, to_host, weights = step.optimizer, step.models[0].ops.to_host, device.whole_weights()
+    of_tensor = dict[str, str]()
+    for name in step.gradients:
+        place = placements[name]
+        shard = f" (part {device.mesh.tp.rank // place.copies} of {place.shards})" if place.shards > 1 else ""
+        of_tensor[name] = name + shard
+        yield of_tensor[name], to_host(weights[name]).reshape(-1).view(np.uint8)
+    others = {"master weights": optimizer.weights} if optimizer.weights is not step.weights else {}
+    for kind, held in (others | optimizer.state).items():
+        for name, span in held.spans.items():
+            for start, stop, at in device.state.held(held, span):
+                part = f"{kind} of {of_tensor[name]}, elements {start - span.start} to {stop - span.start}"
+                yield part, to_host(held.flat[at : at + stop - start]).view(np.uint8)

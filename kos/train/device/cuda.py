@@ -34,7 +34,7 @@ from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.state import WritePlan
 from kos.train.data.batches import Batches
-from kos.train.device import Device
+from kos.train.device import Device, Piece
 from kos.train.device.dry_run import plan_memory, slow_attention
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
 from kos.train.layers import Gradients, Placement, Weights
@@ -354,15 +354,15 @@ class CudaDevice(Device):
         return graph
 
     def forwards(
-        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
+        self, weights: Weights, pieces: Sequence[Piece], result: Result
     ) -> Iterator[tuple[Action, Batch, Any]]:
         """In a pipeline, kernels for sizes that are new are loaded first, by a run that sends no messages."""
-        new = {size: batch for size, batch in zip(sizes, batches, strict=True) if size not in self._forward_sizes}
+        new = {piece.tokens: piece for piece in pieces if piece.tokens not in self._forward_sizes}
         if new and self.mesh.pp.size > 1:
             with self.pipeline.dry_run():
-                deque(super().forwards(weights, [*new.values()], [*new], result), maxlen=0)
+                deque(super().forwards(weights, [*new.values()], result), maxlen=0)
             self._forward_sizes |= {*new}
-        yield from super().forwards(weights, batches, sizes, result)
+        yield from super().forwards(weights, pieces, result)
 
     def finish_step(self, step: int) -> StepResult:
         result = self._pending[step % len(self._pending)]

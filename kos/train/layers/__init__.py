@@ -53,7 +53,7 @@ class PassContext(NamedTuple):
     """The functions that compute deferred gradients of weights.  A pipeline calls them when it would be idle."""
 
     cache: Any = None
-    """The ``kos.train.layers.cache.Cache`` of a forward that generates."""
+    """The ``kos.train.layers.attention.Cache`` of a forward that generates."""
 
     batch: Batch | None = None
     """The micro-batch, with fields (N,), for the loss."""

@@ -21,8 +21,7 @@ import numpy as np
 from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
 from kos.train.layers import Gradients, PassContext, Weights
-from kos.train.layers.attention import Attention
-from kos.train.layers.cache import Cache
+from kos.train.layers.attention import Attention, Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.ops import Array, Loss, fixed_order
