@@ -21,7 +21,7 @@ import numpy as np
 from kos import _core
 from kos.bench.report import provenance, to_json
 from kos.comm.failures import FailureLog
-from kos.comm.host.shared import CallRing, open_segment
+from kos.comm.host.shared import FingerprintRing, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Operation, Options
 from kos.comm.prepared import Prepared, record_start, without_memory
@@ -52,11 +52,11 @@ def example(group: Group) -> Work[Any]:
     return Work(prepared)
 
 
-def calls_beside_others(ranks: int, work: Work[Any]) -> CallRing:
+def calls_beside_others(ranks: int, work: Work[Any]) -> FingerprintRing:
     """Rank 0 of a host, whose other ranks have called the same as ``work`` so often as is remembered."""
     segment, *_ = spawn(lambda comm: open_segment(comm.rendezvous)[0], ranks)
     assert segment is not None
-    calls = CallRing(segment, FailureLog(range(ranks), 0))
+    calls = FingerprintRing(segment, FailureLog(range(ranks), 0))
     calls.add(work.prepared)
     for rank in range(1, ranks):
         segment.words[segment.line(rank) + ARRIVED] = RING
@@ -99,12 +99,12 @@ def main() -> None:
     for ranks in (2, 4, 8):
         calls = calls_beside_others(ranks, work)
 
-        def all_reduce(calls: CallRing = calls) -> None:
+        def all_reduce(calls: FingerprintRing = calls) -> None:
             work.sequence = (work.sequence + 1) % RING
             calls.announce(work)
             calls.check(work)
 
-        def other(calls: CallRing = calls) -> None:
+        def other(calls: FingerprintRing = calls) -> None:
             work.sequence = (work.sequence + 1) % RING
             calls.publish(work)()
 

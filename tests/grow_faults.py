@@ -110,7 +110,7 @@ def _play(trial: Trial, comm: kos.Communicator, folder: Path) -> list[int]:
                 before, members = members, [int(each) for each in comm.all_gather_bytes(me)]
                 kept = [pid for pid in before if pid in members]
                 assert members[: len(kept)] == kept, f"the order of members has changed: {before}, {members}"
-                shared = _core.native is not None and len(comm.node) > 1
+                shared = _core.native is not None and len(comm.local_ranks) > 1
                 assert comm.device is not None or comm.backend.shares_memory == shared, "ranks of a host share memory"
                 number, fresh = int(_table(comm, number).max()), False
                 campaign.write(folder / f"at-{os.getpid()}.json", {"members": members, "round": number})

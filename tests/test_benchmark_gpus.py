@@ -16,7 +16,7 @@ from kos.bench.limits import DeviceLimits
 from kos.bench.measure import DeviceTimer, Job, Run, measure
 from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
@@ -78,7 +78,7 @@ def test_rows_on_emulated_gpus(op, in_place, monkeypatch):
     def run(control):
         stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
         job, memory, timer = Job(control), DeviceMemory(0, stream), HostTimer(Job(control), stream)
-        comm = communicator(ThreadRendezvous(threads, control.rank, 20.0), group)
+        comm = communicator(ThreadControlPlane(threads, control.rank, 20.0), group)
         implementations = [Ours(comm, "kos-nccl"), RawNCCL(control, 0, stream)]
         runs = []
         space = Space(case, Data(case, control.rank, 0), memory, memory.empty, 3)

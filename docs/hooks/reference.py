@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "kos.comm.NCCLOptions": ALL,
     "kos.comm.contract.Backend": ALL,
     "kos.comm.contract.Request": ALL,
-    "kos.comm.control.base.Rendezvous": ALL,
+    "kos.comm.control.base.ControlPlane": ALL,
     "kos.comm.operation.Operation": ("members: [collective]",),
     "kos.comm.prepared.Prepared": ALL,
     "kos.comm.recorder.Recorder": ("members: [entries, to_dict, dump, try_dump]",),

@@ -22,7 +22,7 @@ static inline void pause_core(void) {
 #endif
 }
 
-static inline int is_message(const kos_work *w) { return w->prepared->algorithm == KOS_MAIL; }
+static inline int is_message(const kos_work *w) { return w->prepared->algorithm == KOS_POINT_TO_POINT; }
 
 static int has_put_all(const kos_work *w) {
     return w->stages && kos_stage_of(w) + 1 == w->stages && kos_phase_of(w) != KOS_NOT_PUT;
@@ -75,10 +75,10 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
     w->send = send;
     w->recv = recv;
     w->stages = p->stages;
-    w->unreadable = w->drains = 0;
+    w->unreadable = w->awaits_readers = 0;
     w->next = NULL;
     kos_set(w, 0, KOS_NOT_PUT);
-    if (p->algorithm == KOS_MAIL) {
+    if (p->algorithm == KOS_POINT_TO_POINT) {
         kos_mail_start(g, w);
         kos_result r = step(g, w);
         return outcome(g, w, r.status == KOS_PENDING && failed ? result : r);

@@ -71,7 +71,7 @@ enum {
     KOS_AREA_BYTES = 128 << 10,  // the largest payload of a stage, unless there are many ranks
     KOS_AREAS_BYTES = 16 << 20,  // all areas
     KOS_INLINE_BYTES = 48,       // a payload up to this shares the cache line of its stamp: one line is transferred
-    KOS_MARKED_BYTES = 8 << 10,  // kos_mark
+    KOS_MARKED_BYTES = 8 << 10,  // kos_mark_written
     KOS_APART = 2048,            // from a page to an area: EPYC copies slowly to 1 to 31 bytes above the source % 4096
     KOS_HEADERS = 64,            // messages of a mailbox that the receiver has not taken
     KOS_ANSWERS = 64 << 10,      // large messages of a mailbox that are not read yet, unless there are many ranks
@@ -108,7 +108,7 @@ typedef struct {
     uint8_t small[KOS_INLINE_BYTES];
 } kos_slot;
 
-// What a rank offers the others in the first stage of KOS_OFFER (direct.c).  Then comes data.
+// What a rank offers the others in the first stage of KOS_ANNOUNCED (direct.c).  Then comes data.
 typedef struct {
     uint64_t later;  // the most bytes that it sends to a rank by later stages
     struct {
@@ -173,8 +173,8 @@ enum kos_operation {
 enum kos_algorithm {
     KOS_SLOTS,     // through the slots, in as many stages as the largest part needs
     KOS_TWO_SHOT,  // a reduction in which each rank reduces its part: stages of reduce_scatter and of gather alternate
-    KOS_OFFER,     // the first stage says where the data is: in the slot, in the rank's memory, or in later stages
-    KOS_MAIL,      // messages
+    KOS_ANNOUNCED,  // the first stage says where the data is: in the slot, in the rank's memory, or in later stages
+    KOS_POINT_TO_POINT,  // messages
 };
 
 // The part of an array that goes to, or comes from, one rank.
@@ -186,7 +186,7 @@ typedef struct {
 enum kos_who { KOS_NOBODY, KOS_EVERYBODY, KOS_ROOT, KOS_OTHERS, KOS_UP_TO_ME, KOS_BELOW_ME };
 typedef struct {
     uint8_t putters, takers, sources;
-    uint8_t parted;   // a slot has a part for each rank, else all ranks read the same data
+    uint8_t per_rank;  // a slot has a part for each rank, else all ranks read the same data
     uint8_t reduces;  // what is taken is reduced, else copied
 } kos_pattern;
 
@@ -212,8 +212,8 @@ typedef struct {
     unsigned alignment;
     uint8_t operation, algorithm;
     uint8_t small;                   // the payload shares the cache line of the stamp
-    uint8_t meets;                   // all ranks wait for all
-    uint8_t sees_all;                // this rank waits for all in its first stage
+    uint8_t synchronizes;            // all ranks wait for all
+    uint8_t awaits_all;              // this rank waits for all in its first stage
     uint8_t any_length;              // a receive of bytes
     int root, dst, src;
     uint64_t tag, recv_tag;          // of messages, with the dtype
@@ -246,7 +246,7 @@ typedef struct kos_work {
     uint64_t progress;           // stage of the call << 3 | phase
     int peer;                    // the first rank whose payload has not been seen
     int unreadable;              // 1 + a rank whose memory could not be read, or 0
-    uint8_t drains;              // ends when all ranks have read
+    uint8_t awaits_readers;      // ends when all ranks have read
     kos_result result;           // of a KOS_BROKEN one
     struct kos_work *next;
     kos_message send_end, recv_end;
@@ -289,7 +289,7 @@ typedef struct {
     int generation;    // kos_forks when it was made
     int closed;
     uint64_t direct;   // a part above so many bytes is read from another rank's memory; 0: that cannot be done
-    int marks;         // whether ranks write to what they have read (kos_mark)
+    int marks;         // whether ranks write to what they have read (kos_mark_written)
     int64_t spin_ns;   // a wait holds the GIL for so long; 0 where ranks are threads
     int yields;        // whether ranks exceed the cores: a wait leaves its core to others
     uint64_t counts[3];  // of the last KOS_COUNTS: the receiver, the bytes that it expects, those that are sent
@@ -378,7 +378,7 @@ static inline int kos_is_in(int who, int rank, int root) {
 
 // Writes to each cache line of data that only this rank has read.  The sender always writes to this memory next.  On
 // EPYC, a core writes to a line three times as fast if another core wrote to it last as if another core only read it.
-static inline void kos_mark(const kos_group *g, const uint8_t *data, size_t bytes) {
+static inline void kos_mark_written(const kos_group *g, const uint8_t *data, size_t bytes) {
     volatile uint8_t *lines = (volatile uint8_t *)(uintptr_t)data;
     for (size_t at = 0; g->marks && bytes >= KOS_MARKED_BYTES && at < bytes; at += KOS_CACHE_LINE)
         lines[at] = 0;

@@ -1,5 +1,5 @@
 // One copy from another process's memory, by process_vm_readv ("cross memory attach"), which Linux allows to processes
-// that may debug each other.  Linux pins each page, which takes time.  So for parts up to `direct` bytes (node.py), two
+// that may debug each other.  Linux pins each page, which takes time.  So for parts up to `direct` bytes (shared/transport.py), two
 // copies through a slot, which stays in the caches, are faster.  They are faster at any size if several ranks read the
 // data, or if one rank reads from all (prepare.c).
 //
@@ -101,7 +101,7 @@ void kos_put_offer(kos_group *g, kos_work *w) {
             if (readable < 0)
                 readable = g->direct && !kos_read(g, g->rank, &byte, address, 1);
             offer->parts[r].at = readable ? address : KOS_LATER;
-            w->drains |= readable > 0;
+            w->awaits_readers |= readable > 0;
             later = !readable && mine.bytes > later ? mine.bytes : later;
         }
     }

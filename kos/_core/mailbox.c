@@ -191,7 +191,7 @@ static int deliver(kos_group *g, kos_box *box, kos_message *m, const kos_arrival
         give_credit(box, from->bytes);
         if (same)
             memcpy(m->data, data, m->bytes);
-        kos_mark(g, data, from->bytes);
+        kos_mark_written(g, data, from->bytes);
     } else if (!same) {
         if (!reply(box, from->answer, REFUSED | end_of(m)))
             return 0;
@@ -234,7 +234,7 @@ static void take_piece(const kos_group *g, kos_box *box, const kos_mail *mail) {
     if (!m || m->moved + mail->bytes > m->bytes)
         return;
     memcpy(m->data + m->moved, box->in_room + mail->where, mail->bytes);
-    kos_mark(g, box->in_room + mail->where, mail->bytes);
+    kos_mark_written(g, box->in_room + mail->where, mail->bytes);
     m->moved += mail->bytes;
     if (m->moved == m->bytes) {
         m->state = KOS_COMPLETE;

@@ -195,7 +195,7 @@ int cache_traverse(const call_cache *c, visitproc visit, void *arg) {
 }
 
 // Where the call with this key is in a table, or would be.
-static cached_call **place_of(cached_call **calls, const call_key *key) {
+static cached_call **entry_of(cached_call **calls, const call_key *key) {
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
         hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
@@ -216,7 +216,7 @@ static int insert(call_cache *c, const call_key *key, cached_call *k) {
     }
     if (c->used == MOST_CALLS || (!c->calls && !(c->calls = PyMem_Calloc(KNOWN_CALLS, sizeof *c->calls))))
         return 0;
-    *place_of(c->calls, key) = k;
+    *entry_of(c->calls, key) = k;
     c->used++;
     c->found = k;
     return 1;
@@ -225,10 +225,10 @@ static int insert(call_cache *c, const call_key *key, cached_call *k) {
 cached_call *cache_find(call_cache *c, const call_key *key) {
     if (c->found && is_same(c->found, key))
         return c->found;
-    cached_call *k = c->calls ? *place_of(c->calls, key) : NULL;
+    cached_call *k = c->calls ? *entry_of(c->calls, key) : NULL;
     if (k)
         return c->found = k;
-    cached_call **old = c->older ? place_of(c->older, key) : NULL;
+    cached_call **old = c->older ? entry_of(c->older, key) : NULL;
     if (!old || !*old)
         return NULL;
     k = *old;
@@ -469,7 +469,7 @@ void cache_store(call_cache *c, const call_key *key, PyObject *core_call) {
     }
     k->core_call = Py_NewRef(core_call);
     if (known)
-        *place_of(c->calls, key) = c->found = k;
+        *entry_of(c->calls, key) = c->found = k;
     else if (!insert(c, key, k)) {
         free_call(k);
         return;

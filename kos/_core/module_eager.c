@@ -109,7 +109,7 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, const call_ke
         return k->call == Py_None ? NULL
             : queue_call(g, k->core_call, frame, k->result < 0 ? Py_None : args[k->result],
                          k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]);
-    const int message = k->core->algorithm == KOS_MAIL, waits = k->waits;  // Python code may free k
+    const int message = k->core->algorithm == KOS_POINT_TO_POINT, waits = k->waits;  // Python code may free k
     if (!apart(k, data) || !is_free(g))
         return NULL;
     if (k->core->any_length || k->core->src == KOS_ANY_RANK)

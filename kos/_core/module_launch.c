@@ -8,7 +8,7 @@
 // A cached call; its launches follow.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
 typedef struct {
     PyObject *description, *work, **last_of_backend, **last;  // slots of the last Work
-    PyObject **current, **party;  // slots: the owner of the stream of the last call, and the route of that call
+    PyObject **current, **last_route;  // slots: the owner of the stream of the last call, and the route of that call
     PyObject *owner, *route;      // what these must be
     PyObject *handle;             // of the stream, while its owner has not closed it; None if the owner cannot close it
     uint64_t launches;
@@ -22,7 +22,7 @@ typedef struct {
 } queued_call;
 _Static_assert(offsetof(queued_call, launches) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
-// What must hold: the Streams of the communicator, whose last call must have had this owner and party; the handle that
+// What must hold: the Streams of the communicator, whose last call must have had this owner and route; the handle that
 // the owner must still have, or None.  The launches, from which errors are made.  Two objects that hold the last Work.
 enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES, BACKEND, SHARED };
 
@@ -46,7 +46,7 @@ static int may_queue(Group *g, const queued_call *q, const char *send, const cha
     const volatile uint64_t *failed = (uint64_t *)(uintptr_t)q->failed, *room = (uint64_t *)(uintptr_t)q->room;
     uint64_t context = 0;
     int captured = 0;
-    if (!is_open(q) || *q->current != q->owner || *q->party != q->route || *g->first != Py_None || g->off
+    if (!is_open(q) || *q->current != q->owner || *q->last_route != q->route || *g->first != Py_None || g->off
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || (failed && *failed)
         || (room && (q->blocks > room[0] || q->blocks_per_sm < room[1]))
         || !is_as_far(send, recv, q->send_bytes, q->recv_bytes, q->distance)
@@ -65,11 +65,11 @@ int find_slots(PyObject *core_call) {
     q->last_of_backend = slot_of(PyTuple_GetItem(guards, BACKEND), "_last");
     q->last = slot_of(PyTuple_GetItem(guards, SHARED), "last");
     q->current = slot_of(PyTuple_GetItem(guards, STREAMS), "current");
-    q->party = slot_of(PyTuple_GetItem(guards, STREAMS), "party");
+    q->last_route = slot_of(PyTuple_GetItem(guards, STREAMS), "route");
     q->owner = PyTuple_GetItem(guards, OWNER_OF_STREAM);
     q->route = PyTuple_GetItem(guards, PARTY);
     q->handle = PyTuple_GetItem(guards, HANDLE);
-    return q->last_of_backend && q->last && q->current && q->party;
+    return q->last_of_backend && q->last && q->current && q->last_route;
 }
 
 PyObject *queue_call(Group *g, PyObject *core_call, PyObject *frame, PyObject *result, char *send, char *recv) {

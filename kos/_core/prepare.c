@@ -1,7 +1,7 @@
 // From a request to a Prepared: which algorithm runs it, which part of which array goes where, and in how many stages.
 //
 // All ranks must find the same algorithm and number of stages, so these follow from what all ranks know.  If only some
-// ranks know the counts of a v-form, the first stage tells the others how many stages follow (KOS_OFFER).
+// ranks know the counts of a v-form, the first stage tells the others how many stages follow (KOS_ANNOUNCED).
 #include "core.h"
 
 #include <string.h>
@@ -67,7 +67,7 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
     const uint64_t bytes = q->count * item;
     kos_part *send = p->parts, *recv = p->parts + size;
     p->patterns[0] = p->patterns[1] = pattern;
-    uint64_t sent = fill(send, size, q->send_counts, item, bytes, pattern->parted);
+    uint64_t sent = fill(send, size, q->send_counts, item, bytes, pattern->per_rank);
     uint64_t received = fill(recv, size, q->recv_counts, item, bytes, apart);
     const uint64_t largest = largest_of(p->parts, 2 * size);
     p->send_bytes = kos_is_in(pattern->putters, g->rank, q->root) || pattern->reduces
@@ -81,13 +81,13 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
         return;
     }
     // What one rank puts in a slot: its data, or a part for every rank.
-    const uint64_t places = pattern->parted ? size : 1;
+    const uint64_t places = pattern->per_rank ? size : 1;
     p->small = places * largest <= KOS_INLINE_BYTES;
     p->per_stage = p->small ? largest : g->layout.area_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
     p->stages = p->per_stage && largest ? (largest + p->per_stage - 1) / p->per_stage : 1;
     if ((q->varies && q->operation == KOS_ALL_TO_ALL)
-        || (g->direct && largest > g->direct && pattern->parted && !pattern->reduces)) {
-        p->algorithm = KOS_OFFER;
+        || (g->direct && largest > g->direct && pattern->per_rank && !pattern->reduces)) {
+        p->algorithm = KOS_ANNOUNCED;
         p->per_stage = g->layout.area_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
         p->stages = p->small = 0;
     }
@@ -129,15 +129,15 @@ int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
         if (q->operation == KOS_SCAN || q->operation == KOS_EXSCAN)
             p->root = g->size - 1;
         prepare_collective(g, q, p);
-        p->meets = p->algorithm == KOS_OFFER || q->operation == KOS_BARRIER;
-        p->sees_all = p->meets || (p->patterns[0]->sources == KOS_EVERYBODY
+        p->synchronizes = p->algorithm == KOS_ANNOUNCED || q->operation == KOS_BARRIER;
+        p->awaits_all = p->synchronizes || (p->patterns[0]->sources == KOS_EVERYBODY
                                    && kos_is_in(p->patterns[0]->takers, g->rank, p->root));
         return 0;
     }
     const int any = q->operation == KOS_RECV && q->src == KOS_ANY_RANK;
     if (q->dst < 0 || q->dst >= g->size || (q->src < 0 && !any) || q->src >= g->size || (q->tag | q->recv_tag) >> KOS_DTYPE_AT)
         return -1;
-    p->algorithm = KOS_MAIL;
+    p->algorithm = KOS_POINT_TO_POINT;
     p->alignment = 1;
     p->dst = q->dst;
     p->src = q->src;

@@ -47,8 +47,8 @@ static inline uint64_t depth_of(const kos_prepared *p, int has_waited) {
     return p->small ? KOS_SLOT_DEPTH >> has_waited : KOS_AREA_DEPTH;
 }
 
-// The data of a parted slot for one receiver.  In turn, neighbours write the same lines.
-static inline uint64_t place_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
+// The data of a slot with a part for each rank, for one receiver.  In turn, neighbours write the same lines.
+static inline uint64_t offset_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
     return (uint64_t)((receiver - sender + g->size) % g->size) * p->per_stage;
 }
 
@@ -71,7 +71,7 @@ static inline int needs(const kos_group *g, const kos_work *w, uint64_t stage, i
     const kos_prepared *p = w->prepared;
     const kos_pattern *pattern = pattern_of(w, stage);
     int first, last;
-    if (p->meets)
+    if (p->synchronizes)
         return 1;
     if (rank == g->rank || !kos_is_in(pattern->takers, g->rank, p->root))
         return 0;
@@ -106,13 +106,13 @@ static void put_data(kos_group *g, kos_work *w, uint64_t stage) {
             piece.at = 0;
         }
     }
-    if (!pattern->parted)
+    if (!pattern->per_rank)
         memcpy(to, from + piece.at, piece.bytes);
     else
         for (int r = 0; r < g->size; r++) {
             piece = piece_of(p, p->parts[r], stage);
             if (r != g->rank)
-                memcpy(to + place_of(g, p, g->rank, r), from + piece.at, piece.bytes);
+                memcpy(to + offset_of(g, p, g->rank, r), from + piece.at, piece.bytes);
         }
 }
 
@@ -125,11 +125,11 @@ void kos_put(kos_group *g, kos_work *w) {
     }
     kos_slot *slot = kos_slot_of(g, w->first + stage, g->rank);
     const int puts = g->size > 1 && kos_is_in(pattern_of(w, stage)->putters, g->rank, p->root);
-    if (p->algorithm == KOS_OFFER && !stage)
+    if (p->algorithm == KOS_ANNOUNCED && !stage)
         kos_put_offer(g, w);
     else if (puts)
         put_data(g, w, stage);
-    if (puts || p->meets) {
+    if (puts || p->synchronizes) {
         slot->stages_read = atomic_load_explicit(&g->line->stages_read, memory_order_relaxed);
         KOS_POINT(KOS_AT_PUT);
         // Release: whoever acquires the stamp finds the payload.
@@ -148,7 +148,7 @@ static void take_data(kos_group *g, kos_work *w, uint64_t stage) {
     sources_of(g, pattern, p->root, &first, &last);
     kos_part piece = piece_of(p, p->parts[g->size + g->rank], stage);
     for (int r = first; r < last; r++) {
-        const uint8_t *from = payload(g, p, w->first + stage, r) + (pattern->parted ? place_of(g, p, r, g->rank) : 0);
+        const uint8_t *from = payload(g, p, w->first + stage, r) + (pattern->per_rank ? offset_of(g, p, r, g->rank) : 0);
         // This rank's own data is still in its array, where reading it takes a third of the time (64 KB).
         if (r == g->rank)
             from = w->send + piece_of(p, p->parts[r], stage).at;
@@ -159,8 +159,8 @@ static void take_data(kos_group *g, kos_work *w, uint64_t stage) {
         piece = piece_of(p, p->parts[g->size + r], stage);
         if (r != g->rank) {
             memcpy(w->recv + piece.at, from, piece.bytes);
-            if (pattern->putters != KOS_EVERYBODY && (g->size == 2 || pattern->parted || pattern->takers == KOS_ROOT))
-                kos_mark(g, from, piece.bytes);
+            if (pattern->putters != KOS_EVERYBODY && (g->size == 2 || pattern->per_rank || pattern->takers == KOS_ROOT))
+                kos_mark_written(g, from, piece.bytes);
         } else if (p->algorithm != KOS_TWO_SHOT && w->recv && from != w->recv + piece.at)
             memmove(w->recv + piece.at, from, piece.bytes);
     }
@@ -174,13 +174,13 @@ static void take_data(kos_group *g, kos_work *w, uint64_t stage) {
 static int take(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     const uint64_t stage = kos_stage_of(w), read = w->first + stage + 1;
-    if (p->algorithm == KOS_OFFER && !stage) {
+    if (p->algorithm == KOS_ANNOUNCED && !stage) {
         int status = kos_take_offers(g, w);
         if (status != KOS_DONE)
             return status;
     } else if (kos_is_in(pattern_of(w, stage)->takers, g->rank, p->root))
         take_data(g, w, stage);
-    if (!stage && p->sees_all) {
+    if (!stage && p->awaits_all) {
         g->read = read;
         for (int r = 0; r < g->size; r++)
             if (r != g->rank)
@@ -191,7 +191,7 @@ static int take(kos_group *g, kos_work *w) {
     atomic_store_explicit(&g->line->stages_read, read, memory_order_release);
     if (stage + 1 < w->stages)
         kos_set(w, stage + 1, KOS_NOT_PUT);
-    else if (w->drains)
+    else if (w->awaits_readers)
         kos_set(w, stage, KOS_DRAIN);
     else {
         kos_set(w, stage, KOS_ENDED);
@@ -202,7 +202,7 @@ static int take(kos_group *g, kos_work *w) {
 
 static inline int has_seen(kos_group *g, kos_work *w) {
     const uint64_t stage = kos_stage_of(w), stamp = stamp_of(w, stage);
-    const int all = !stage && w->prepared->sees_all;
+    const int all = !stage && w->prepared->awaits_all;
     while (w->peer < g->size
            && (w->peer == g->rank || (!all && !needs(g, w, stage, w->peer))
                || has_stamped(kos_slot_of(g, w->first + stage, w->peer), stamp)))

@@ -22,7 +22,7 @@ from kos.bench.options import parse
 from kos.bench.plot import plot
 from kos.bench.ratios import lines as ratios
 from kos.bench.summary import busy, summary
-from kos.bench.tables import check_place, write_table
+from kos.bench.tables import check_output, write_table
 from kos.comm import Communicator
 from kos.comm.control.bootstrap import default_rendezvous
 from kos.cuda import unavailable
@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:  # by each rank for itself: none is connected yet
         options = parse(arguments)
         if options.write_table:
-            check_place(options.json)
+            check_output(options.json)
         else:
             check(options, started)
     except KosError as error:

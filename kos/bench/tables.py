@@ -281,7 +281,7 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
     replace_file(path, json.dumps(data, indent=1).encode())
 
 
-def check_place(out: Path | None) -> None:
+def check_output(out: Path | None) -> None:
     """Raise InvalidArgument, before the measurement, if the table could not be written to ``out``."""
     if out is None:
         out = user_path("gpu", 2)

@@ -10,7 +10,7 @@ from kos.comm.arguments import NCCLOptions, check_bool, check_nccl, check_timeou
 from kos.comm.batch import Batch
 from kos.comm.communicator import Communicator
 from kos.comm.control.bootstrap import default_rendezvous, join_rendezvous, rendezvous_of
-from kos.comm.making import communicator, sees_gpu, versions
+from kos.comm.create import communicator, sees_gpu, versions
 from kos.comm.matching import Envelope
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
@@ -60,7 +60,7 @@ def init(
       ``add`` and ``wait``; this group alone uses it
     - an object with ``rank``, ``size`` and ``allgather(data: bytes) -> list[bytes]``: kos calls it twice and then
       connects the ranks by TCP
-    - a ``kos.comm.control.base.Rendezvous``
+    - a ``kos.comm.control.base.ControlPlane``
 
     ``process_hooks=False`` is for a framework that ends and reports its jobs itself.  kos then sets no exception hooks,
     no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable or setting of Open MPI

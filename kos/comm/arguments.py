@@ -133,12 +133,12 @@ def check_totals(what: str, totals: Sequence[int], expected: Sequence[int]) -> N
 
 
 def size_and_place(out: Any, x: Buffer, stream: Any) -> tuple[int, int]:
-    """The elements of ``out`` and its ``place_of``, before counts are known; -1 for both without ``out``."""
+    """The elements of ``out`` and its ``output_offset``, before counts are known; -1 for both without ``out``."""
     if out is None:
         return -1, -1
     recv = as_buffer(out, "out", writable=True, stream=stream)
     expect_alike(recv, x)
-    return recv.count, place_of(x, recv)
+    return recv.count, output_offset(x, recv)
 
 
 def shard_shape(send: Buffer, size: int) -> tuple[int, ...]:
@@ -209,10 +209,10 @@ def expect_place(out: Buffer, x: Buffer) -> None:
 
 def refuse_overlap(send: Buffer, recv: Buffer, own: int | None = None) -> None:
     """Check that input and output do not overlap, unless the smaller begins at element ``own`` of the larger."""
-    check_place(place_of(send, recv), own)
+    check_offset(output_offset(send, recv), own)
 
 
-def place_of(send: Buffer, recv: Buffer) -> int:
+def output_offset(send: Buffer, recv: Buffer) -> int:
     """The element of the larger array at which the smaller begins: -1 if they are apart, -2 if it is no part of it."""
     small, large = (send, recv) if send.count < recv.count else (recv, send)
     if not small.count or not send.overlaps(recv):
@@ -221,14 +221,14 @@ def place_of(send: Buffer, recv: Buffer) -> int:
     return start if not odd and 0 <= start <= large.count - small.count else -2
 
 
-def check_places(places: Sequence[int], counts: Sequence[int]) -> None:
-    """Check what ``place_of`` returned on every rank, all of which raise the same error."""
+def check_offsets(places: Sequence[int], counts: Sequence[int]) -> None:
+    """Check what ``output_offset`` returned on every rank, all of which raise the same error."""
     for rank, (place, own) in enumerate(zip(places, accumulate(counts, initial=0), strict=False)):
-        check_place(place, own, f" on rank {rank}")
+        check_offset(place, own, f" on rank {rank}")
 
 
-def check_place(place: int, own: int | None, where: str = "") -> None:
-    """Check what ``place_of`` returned, of this rank, or of the rank that ``where`` names."""
+def check_offset(place: int, own: int | None, where: str = "") -> None:
+    """Check what ``output_offset`` returned, of this rank, or of the rank that ``where`` names."""
     if place not in (-1, own):
         part = "" if own is None else f", or a part that begins at element {own} of the larger array"
         raise InvalidArgument(f"out: expected memory that does not overlap x{part}{where}, got arrays that overlap")

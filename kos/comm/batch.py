@@ -28,7 +28,7 @@ class Batch:
         Raises CollectiveError if another thread opened the batch.
         """
         check_batch(self._comm, self._owner, work)
-        if not work.prepared.waits:
+        if not work.prepared.blocking:
             raise InvalidArgument("async_op: expected False in a batch, got True")
         self._added.append(work)
         return work.array

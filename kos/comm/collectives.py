@@ -14,9 +14,10 @@ import functools
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy import ndarray  # faster than np.ndarray, as numpy has a __getattr__
@@ -27,9 +28,9 @@ from kos.comm.arguments import (
     check_algorithm,
     check_bool,
     check_counts,
+    check_offset,
+    check_offsets,
     check_peer,
-    check_place,
-    check_places,
     check_rank,
     check_tag,
     check_timeout,
@@ -38,7 +39,7 @@ from kos.comm.arguments import (
     expect_place,
     in_and_out,
     output,
-    place_of,
+    output_offset,
     refuse_overlap,
     shard_shape,
     size_and_place,
@@ -53,7 +54,7 @@ from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import BackendUnavailable, InvalidArgument, KosError, ignored
 from kos.memory import Array, Buffer, as_buffer, windows
-from kos.memory.buffer import handle_and_keeper
+from kos.memory.buffer import handle_and_owner
 from kos.memory.libraries import library_of
 
 Op = ReduceOp | PremulSum
@@ -119,12 +120,15 @@ class Operations:
     """The open batch, which gets the calls, or None."""
     _store: Store
     _core_calls: Any = None
-    """The object that describes calls to the core (``Node``, ``EagerCalls``); None without the core."""
+    """What describes calls to the core (``SharedMemoryTransport``, ``EagerCalls``); None without the core."""
     _defaults: Options
     """The options of a call without keywords."""
     _closed = False
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name == "node":  # the old name, until the next release
+            warnings.warn("Communicator.node is now Communicator.local_ranks", FutureWarning, stacklevel=2)
+            return self.local_ranks
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         if (operation := name.removesuffix("_init")) in CORE_OPERATIONS:
             text = f"{name}: expected a call, as kos has no persistent operations: {operation}() on arrays like those "
@@ -152,7 +156,7 @@ class Operations:
         """
         o = prepared.operation
         if not prepared.backend.on_gpu:
-            if out is None and prepared.gets:
+            if out is None and prepared.has_output:
                 out = array = np.empty(o.recv.shape, o.recv.dtype.numpy)  # type: ignore[union-attr]
             send = x if x is None or (type(x) is ndarray and x.ndim == 1) else _flat(x)
             recv = out if out is None or (type(out) is ndarray and out.ndim == 1) else _flat(out)
@@ -160,14 +164,14 @@ class Operations:
                 send = recv = recv if send is None else send
             work: Work[Any] = prepared.work(prepared, send, recv, array)
             return work
-        handle, keeper = handle_and_keeper(stream)
-        if not prepared.fixed and streams.is_captured(handle):
+        handle, owner = handle_and_owner(stream)
+        if not prepared.capture_invariant and streams.is_captured(handle):
             return None
         start, end = (0 if each is None else _pointer(each) for each in (x, out))
         if o.send is o.recv:
             start = end = start or end
         work = prepared.work(prepared, start, end, array)
-        work.stream, work.queue, work.held = handle, keeper, x
+        work.stream, work.stream_owner, work.held = handle, owner, x
         return work
 
     def _start_cached(self, prepared: Prepared, stream: Any, x: Any, out: Any) -> Any:
@@ -213,7 +217,7 @@ class Operations:
         if work is None:
             return None, None
         has_key = has_key and (self._batch is None or self.device is None)
-        send, recv, core_call = work.held, work.array if work.prepared.gets else None, None
+        send, recv, core_call = work.held, work.array if work.prepared.has_output else None, None
         result = work.prepared.start(self, work)
         if has_key:
             with ignored(Exception):  # the call itself has succeeded
@@ -229,7 +233,7 @@ class Operations:
         rank has none.
         """
         prepared, objects = work.prepared, _objects(arguments, options.get("stream"))
-        if objects is None or work.convert is not None or not prepared.lasting or not _is_repeatable(work):
+        if objects is None or work.convert is not None or not prepared.cacheable or not _is_repeatable(work):
             return None
         o, x, out, unused = prepared.operation, -1, -1, []
         for number, each in enumerate(arguments):
@@ -244,7 +248,7 @@ class Operations:
         is_new = out < 0 and type(send) is type(recv) is ndarray
         if (x < 0 and send is not None) or (out < 0 and recv is not None and not is_new):
             return None
-        if unused and ((prepared.gets and o.name != "scatter") or any(map(_may_be_number, unused))):
+        if unused and ((prepared.has_output and o.name != "scatter") or any(map(_may_be_number, unused))):
             return None  # it may depend on the values of a further array
         if o.name.endswith("_v"):
             counts = sum(type(each) in (list, tuple) for each in arguments)
@@ -261,9 +265,9 @@ class Operations:
             return None
         call, reads, writes, guards = how
         example: Work[Any] = prepared.work(prepared)
-        example.stream, example.queue = work.stream, work.queue
+        example.stream, example.stream_owner = work.stream, work.stream_owner
         kept = (*objects, *options)  # which the core compares by identity
-        about = prepared, prepared.description, example, work.queue, prepared.waits
+        about = prepared, prepared.description, example, work.stream_owner, prepared.blocking
         return call, *about, reads, writes, x, out, *overlap, kept, guards
 
     def _prepare_anew(self, o: Operation) -> Prepared:
@@ -282,9 +286,9 @@ class Operations:
         ``stream``: that of a call without arrays.  ``op``: as the caller passed it.
         """
         send, recv, first = o.send, o.recv, o.send or o.recv
-        handle, keeper = (0, None) if first is None else (first.stream, first.queue)
+        handle, owner = (0, None) if first is None else (first.stream, first.stream_owner)
         if stream is not None:
-            handle, keeper = handle_and_keeper(stream)
+            handle, owner = handle_and_owner(stream)
         signature = _signature(o, op)
         prepared: Prepared | None = self._store.get(signature)
         if prepared is BY_CAPTURE:
@@ -296,14 +300,14 @@ class Operations:
                 host_compressed.check(o)
             prepared = self._prepare_anew(o)
             prepared.description = self._group, prepared.operation
-            if prepared.lasting and not o.options.purpose:
+            if prepared.cacheable and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
         on_host = first is None or first.device is None
         if on_host:
             work: Work[Any] = prepared.work(prepared, send and send.flat, recv and recv.flat)
         else:
             work = prepared.work(prepared, 0 if send is None else send.pointer, 0 if recv is None else recv.pointer)
-        work.stream, work.queue, work.held = handle, keeper, send and send.array
+        work.stream, work.stream_owner, work.held = handle, owner, send and send.array
         if recv is not None:
             work.array, work.convert = recv.array, recv.convert
         if o.residual is not None:
@@ -589,7 +593,7 @@ class Operations:
         send_counts = check_counts("send_counts", send_counts, self.size, send)
         if recv_counts is None:
             size, place = size_and_place(out, send, stream)
-            check_place(place, None)
+            check_offset(place, None)
             mine = *send_counts, size
             *to_each, sizes = self._numbers_of_all("all_to_all_v", "recv_counts", options, send, mine)
             recv_counts = to_each[self.rank]
@@ -674,7 +678,7 @@ class Operations:
         recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
         send = self._whole(x, recv, root, stream)
         if counts is None:
-            size, place = (-1, -1) if send is None else (send.count, place_of(send, recv))
+            size, place = (-1, -1) if send is None else (send.count, output_offset(send, recv))
             mine = recv.count, size, place if self.rank == root else -1
             counts = self._counts_of_all("scatter_v", "x", options, recv, mine)
         counts = check_counts("counts", counts, self.size)
@@ -725,11 +729,11 @@ class Operations:
     ) -> tuple[int, ...]:
         """The counts of all ranks, for a call without ``counts``; all ranks raise if an array of one does not fit.
 
-        ``mine`` has this rank's count, the elements of ``whole`` (-1: it has none), and what ``place_of`` returns.
+        ``mine`` has this rank's count, the elements of ``whole`` (-1: it has none), and what ``output_offset`` returns.
         """
         counts, totals, places = self._numbers_of_all(name, "counts", options, buffer, mine)
         check_totals(whole, totals, [sum(counts)] * self.size)
-        check_places(places, counts)
+        check_offsets(places, counts)
         return counts
 
     def _numbers_of_all(
@@ -970,9 +974,9 @@ def _pointer(x: Any) -> int:
 def _is_repeatable(work: Work[Any]) -> bool:
     """Whether later calls of the same key run as ``work``, inside and outside of a graph."""
     prepared = work.prepared
-    waits_on_host = prepared.backend.on_gpu and prepared.waits and not prepared.operation.options.on_stream
+    waits_on_host = prepared.backend.on_gpu and prepared.blocking and not prepared.operation.options.on_stream
     return not (prepared.name == "barrier" and waits_on_host) and (
-        prepared.fixed or not streams.is_captured(work.stream)
+        prepared.capture_invariant or not streams.is_captured(work.stream)
     )
 
 

@@ -17,7 +17,7 @@ from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
 from kos.comm.batch import Batch
 from kos.comm.collectives import Operations
 from kos.comm.contract import Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.groups import Groups
 from kos.comm.handlers import interruptible, interruption
@@ -67,7 +67,7 @@ class Communicator(Groups):
     __slots__ = ("_active",)  # the core reads and writes it
 
     def __init__(
-        self, backend: GPUBackend | HostBackend, rendezvous: Rendezvous, probes: Mapping[str, Probe], timeout: float,
+        self, backend: GPUBackend | HostBackend, rendezvous: ControlPlane, probes: Mapping[str, Probe], timeout: float,
         group: Group | None = None, host: HostBackend | None = None,
     ) -> None:  # fmt: skip
         """``host`` runs the operations on host memory, if ``backend`` runs those of a GPU."""

@@ -41,7 +41,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.matching import Envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.tuning import Table
@@ -106,10 +106,10 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         """Whether the backend can serve this group, as far as this rank can see.  Never raises."""
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine, device: int | None = None) -> None:
         """Connects the ranks of ``rendezvous``.  Collective.  Raises BackendUnavailable on all ranks, or on none.
 
         ``device`` is the index, in this process, of the GPU whose memory the backend moves, or None for host memory.
@@ -426,14 +426,14 @@ class Backend(ABC):
         ``reason`` says why, and ``cause`` is the failure that led to it, if any.
         """
 
-    def successor(self, rendezvous: Rendezvous) -> Callable[..., Backend]:
+    def successor(self, rendezvous: ControlPlane) -> Callable[..., Backend]:
         """The function that makes the backend of a new group; it takes the arguments of ``__init__``.
 
         kos calls this on the members of the new group, which is a split of this one, or the survivors of a failure.
         """
         return type(self)
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
+    def split(self, rendezvous: ControlPlane | None, color: int | None, key: int) -> Callable[..., Backend] | None:
         """As ``successor``, but kos calls it on every rank of this group.
 
         ``rendezvous`` is None on ranks that are not members of a new group.

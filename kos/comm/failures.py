@@ -64,7 +64,7 @@ class EndedEarly(RankLost):
     """The error to raise if no such report arrives."""
 
 
-class Late(NamedTuple):
+class PendingRanks(NamedTuple):
     """What a backend knows of the ranks that delay a call."""
 
     ranks: Sequence[int] = ()
@@ -107,7 +107,7 @@ class FailureLog:
         self.left: dict[int, tuple[int, str, KosError | None]] = {}
         """The ranks that have left the group: the first collective that each does not begin, why, and the cause."""
         self.ring: Any = None
-        """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
+        """The calls and reports in the shared memory of this rank's host (``FingerprintRing``), if there is one."""
         self.owner: Callable[[], Any] = lambda: None
         """A weak reference to the communicator."""
         self.reporters: list[Any] = []
@@ -213,7 +213,7 @@ class FailureLog:
         last = self.status.last
         return last if last is not None and last.ranks else None
 
-    def show_wait(self, late: Late | None) -> None:
+    def show_wait(self, late: PendingRanks | None) -> None:
         """Show the other ranks of this host which ranks this one waits for; None: it waits for no rank."""
         if late is None:
             return self.status.post_wait(None)
@@ -296,8 +296,8 @@ class FailureLog:
         first = all(self._failure_of(each) is None for each in ranks)  # no rank ended because of another one
         return ranks if first else [world]
 
-    def overdue(
-        self, late: Late, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
+    def timeout_error(
+        self, late: PendingRanks, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
     ) -> KosError:
         """The error of the call ``what`` at its timeout.  It names the ranks that block those that are ``late``.
 
@@ -305,7 +305,7 @@ class FailureLog:
         """
         self.status.announce_wait()
         if late.others and not late.ranks and not late.elsewhere:
-            error = self.overdue(Late(late.others), what, seconds, kind)
+            error = self.timeout_error(PendingRanks(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
             runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
@@ -320,7 +320,7 @@ class FailureLog:
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return cause.copy(f"{cause}; {self._names([rank])} failed because of it", what, cause)
-        culprits, cycle, unasked, hub = self._blocking(world, self.in_world(late.arrived))
+        culprits, cycle, unasked, hub = self._root_causes(world, self.in_world(late.arrived))
         waiting = [rank for rank in world if rank not in culprits and rank not in unasked]
         if culprits == world and late.words is not None:
             text = late.words
@@ -438,7 +438,7 @@ class FailureLog:
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
 
-    def _blocking(self, late: list[int], arrived: Sequence[int]) -> tuple[list[int], ...]:
+    def _root_causes(self, late: list[int], arrived: Sequence[int]) -> tuple[list[int], ...]:
         """The ranks, among the ``late`` ones and those they wait for, transitively, that do not wait themselves.
 
         The second list is empty unless all of them wait, and one of them for this rank.  Then the first list is

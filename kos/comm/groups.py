@@ -27,10 +27,10 @@ from kos.comm.arguments import (
 )
 from kos.comm.collectives import Operations
 from kos.comm.contract import CHANGES, UNMADE, Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
+from kos.comm.create import communicator, versions
 from kos.comm.handlers import interruptible
-from kos.comm.making import communicator, versions
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
 from kos.errors import CollectiveError, InvalidArgument, KosError, OutOfMemory, RankLost, RendezvousError
@@ -46,7 +46,7 @@ class Groups(Operations):
     name: str
     backend_name: str
     _suffix: str
-    rendezvous: Rendezvous
+    rendezvous: ControlPlane
     probes: Mapping[str, Probe]
     recorder: Recorder
     timeout: Any
@@ -88,7 +88,7 @@ class Groups(Operations):
         largest = (1 << 31) - 1  # a C int, for MPI
         key = number_in("key", key, -largest - 1, largest)
         if isinstance(color, str) and color == "host":
-            host = self.node[0]
+            host = self.local_ranks[0]
             return self._split(host, key, f"host{host}", "each host", nccl)
         color = None if color is None else number_in("color", color, 0, largest, ' or None or "host"')
         return self._split(color, key, str(color), nccl=nccl)
@@ -128,7 +128,7 @@ class Groups(Operations):
         return tuple(axes)
 
     @property
-    def node(self) -> list[int]:
+    def local_ranks(self) -> list[int]:
         """The ranks of this communicator on this rank's host, ascending."""
         return self.rendezvous.local_ranks
 
@@ -318,7 +318,7 @@ class Groups(Operations):
             self._end(reason)
             self._changing = True
 
-    def _successor(self, call: str, rendezvous: Rendezvous) -> Self:
+    def _successor(self, call: str, rendezvous: ControlPlane) -> Self:
         if call == "shrink":
             # The name has no number: a split in which a rank was lost has advanced the count on some ranks only.
             group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
@@ -454,7 +454,7 @@ class Groups(Operations):
         finally:
             rendezvous.call, rendezvous.timeout = usual
 
-    def _descendant(self, name: str, rendezvous: Rendezvous | None, color: int | None, key: int) -> Self | None:
+    def _descendant(self, name: str, rendezvous: ControlPlane | None, color: int | None, key: int) -> Self | None:
         """The communicator of the group of ``rendezvous``; an error frees what was made of it.  Called on every rank.
 
         Returns None if ``rendezvous`` is None.

@@ -46,8 +46,9 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
-        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "lasting", "launch",
-        "name", "operation", "plan", "route", "sizeless", "text", "values", "waits", "work",
+        "arguments", "backend", "blocking", "cacheable", "capture_invariant", "collective", "description",
+        "fingerprint", "has_output", "launch", "name", "operation", "plan", "route", "sizeless", "text", "values",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -58,13 +59,13 @@ class Prepared:
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
-        self.launch, self.plan, self.lasting = launch, plan, getattr(plan, "lasting", True)
+        self.launch, self.plan, self.cacheable = launch, plan, getattr(plan, "cacheable", True)
         """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared."""
-        self.work, self.gets = backend.work, operation.recv is not None
+        self.work, self.has_output = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
-        self.fixed = True
+        self.capture_invariant = True
         """Whether calls take the same route inside and outside a graph."""
-        self.waits = not operation.options.overlap
+        self.blocking = not operation.options.overlap
         self.values = _values(operation, self.route.name, getattr(plan, "name", None))
         """What must be equal on all ranks."""
         self.arguments = _arguments(operation, backend.group_suffix)
@@ -109,11 +110,11 @@ class Prepared:
                 if comm._tracing is None:
                     steps = self.launch(work)
                 else:
-                    with comm._tracing((work,), False, not self.waits):
+                    with comm._tracing((work,), False, not self.blocking):
                         steps = self.launch(work)
             if steps is not None:
                 backend.engine.begin(work, steps)
-            if not self.waits:
+            if not self.blocking:
                 return work
             if work.steps is not None or work._error is not None:
                 return work.wait()
@@ -129,7 +130,7 @@ def without_memory(o: Operation) -> Operation:
     """The same request of any arrays that are alike."""
     send = None if o.send is None else _alike(o.send, 0)
     recv = send if o.recv is o.send else None if o.recv is None else _alike(o.recv, 1)
-    kept = o.residual and replace(o.residual, array=None, flat=_NO_VIEW, queue=None, convert=None)
+    kept = o.residual and replace(o.residual, array=None, flat=_NO_VIEW, stream_owner=None, convert=None)
     return replace(o, send=send, recv=recv, residual=kept)
 
 
@@ -155,7 +156,7 @@ def _alike(x: Buffer, number: int) -> Buffer:
     """
     near = x.device is None or (windows.memories and windows.place(x.pointer) == x.pointer)
     pointer: Any = x.pointer if near else Address(number, 0, x.pointer % 16)
-    return replace(x, array=None, flat=_NO_VIEW, pointer=pointer, queue=None, convert=None)
+    return replace(x, array=None, flat=_NO_VIEW, pointer=pointer, stream_owner=None, convert=None)
 
 
 def _values(o: Operation, backend: str, kernel: str | None) -> dict[str, Any]:
@@ -350,7 +351,7 @@ class Store(dict[Any, Prepared]):
         """Store the Prepared of a call on ``stream``."""
         if len(self) >= MOST_STORED:
             super().clear()
-        if not prepared.fixed:
+        if not prepared.capture_invariant:
             self[signature] = BY_CAPTURE
             signature = signature, is_captured(stream)
         self[signature] = prepared

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kos.comm.contract import REQUIRED, Backend, Probe, lacking
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mpi import MPITransport
@@ -80,7 +80,7 @@ def _load(entry: EntryPoint) -> Any:
         return type("Unusable", (Backend,), {**methods, "probe": classmethod(lambda kind, rendezvous: probe)})
 
 
-def probe_all(backends: dict[str, type[Backend]], rendezvous: Rendezvous) -> dict[str, Probe]:
+def probe_all(backends: dict[str, type[Backend]], rendezvous: ControlPlane) -> dict[str, Probe]:
     """The probe of each backend for this group on this rank."""
     probes = {}
     for name, kind in backends.items():

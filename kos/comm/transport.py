@@ -41,10 +41,10 @@ _NBYTES = attrgetter("nbytes")
 
 
 class ScheduledCalls:
-    """The operations of one rank over ``transport``, or through ``node``, the shared memory of its host.
+    """The operations of one rank over ``transport``, or through ``shared``, the shared memory of its host.
 
-    Messages of collectives go through the node to the ranks that it has.  Messages of the program go through it only if
-    it has all ranks of the group, as their matching cannot be split.
+    Messages of collectives go through shared memory to the ranks of this host.  Messages of the program go through it
+    only if it has all ranks of the group, as their matching cannot be split.
 
     The method ``_NAME`` runs the collective NAME, for example ``_all_reduce``, as a generator of steps.  Collectives
     that only move data need none (``_move``).  The steps write the result into ``work.recv``.  If the call returns
@@ -52,15 +52,16 @@ class ScheduledCalls:
     method of ``Operations`` sets a ``Buffer.convert`` that takes this tuple before it makes the Work.
     """
 
-    def __init__(self, transport: Backend, node: Any = None) -> None:
+    def __init__(self, transport: Backend, shared: Any = None) -> None:
         self.rank, self.size, self.transport = transport.rank, transport.size, transport
-        self._node, self._status = node, transport.failures.status
-        self.calls = None if node is None else node.calls
-        """The ``CallRing`` of this host, until the communicator is closed."""
+        self._shared, self._status = shared, transport.failures.status
+        self.calls = None if shared is None else shared.calls
+        """The ``FingerprintRing`` of this host, until the communicator is closed."""
         self.begun = 0
         """The number of the next collective."""
-        self._carriers = [transport if node is None or rank not in node.ranks else node for rank in range(self.size)]
-        self.messages: Any = transport if transport in self._carriers else node
+        near = () if shared is None else shared.ranks
+        self._carriers = [shared if rank in near else transport for rank in range(self.size)]
+        self.messages: Any = transport if transport in self._carriers else shared
         """What carries the messages of the program."""
         self._one_host = self.size == 1 or self.messages is not transport
         self._launch = None if type(transport).launch is Backend.launch else transport.launch
@@ -110,7 +111,7 @@ class ScheduledCalls:
 
     def awaited(self, tag: int) -> list[int]:
         """As ``Backend.awaited``."""
-        inside = [] if self._node is None else self._node.awaited(tag)
+        inside = [] if self._shared is None else self._shared.awaited(tag)
         return sorted({*inside, *self.transport.awaited(tag)})
 
     # The operations.

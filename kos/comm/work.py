@@ -211,7 +211,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
             self.prepared, self.array, self.send, self.recv = prepared, array, send, recv  # 1-D, or addresses on a GPU
 
     stream: int = 0  # on a GPU, the handle of the stream of the arrays
-    queue: Any = None  # the object that keeps that stream alive
+    stream_owner: Any = None  # the object that keeps that stream alive
     held: Any = None
     """The array that is read, which must live until the GPU has done so."""
     residual: Any = None
@@ -223,7 +223,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
     def unstarted_copy(self) -> Work[T]:
         """A Work of the same call on the same arrays, which is not started."""
         work: Work[T] = type(self)(self.prepared, self.send, self.recv, self.array)
-        work.stream, work.queue, work.convert = self.stream, self.queue, self.convert
+        work.stream, work.stream_owner, work.convert = self.stream, self.stream_owner, self.convert
         work.held, work.residual = self.held, self.residual
         return work
 
@@ -409,7 +409,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout of ``seconds`` has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
-            self.cancel(self.backend.failures.overdue(self.backend.late(self), self, seconds))
+            self.cancel(self.backend.failures.timeout_error(self.backend.late(self), self, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.remove(self)

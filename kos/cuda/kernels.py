@@ -131,7 +131,7 @@ class Plan:
     """What describes kernels of kos among the steps, equally on all ranks."""
     waits: bool = True
     """Whether it waits for other ranks; False for the copy of a group of one rank."""
-    lasting: bool = True
+    cacheable: bool = True
     """Whether later calls may use it; not if the first call connects ranks."""
     about: Any = None
     """What the route that has made it must know when it starts it."""

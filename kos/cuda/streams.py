@@ -55,7 +55,7 @@ def handle(stream: Any) -> int:
     return int(stream.__cuda_stream__()[1]) or LEGACY
 
 
-def keeper(stream: Any) -> Any:
+def owner(stream: Any) -> Any:
     """The object that keeps ``stream`` alive; its handle if none is known; None for the legacy stream.
 
     An external stream of torch or CuPy belongs to another library, which may destroy it.

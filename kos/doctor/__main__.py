@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 
 import kos
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.bootstrap import default_rendezvous
 from kos.comm.gpu.devices import device_of
 from kos.commands import program
@@ -75,7 +75,7 @@ class Doctor:
         self.rest()
         return self.show()
 
-    def together(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
+    def together(self, rendezvous: ControlPlane, mine: list[Check]) -> None:
         """The stages that all ranks run together."""
         report, limit = self.report, self.options.timeout
         self.rank, report.size, report.checks = rendezvous.rank, rendezvous.size, {}
@@ -91,12 +91,12 @@ class Doctor:
             self.add(rendezvous, [ranks.trial(comm)])
             self.begin("ending", limit)
 
-    def add(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
+    def add(self, rendezvous: ControlPlane, mine: list[Check]) -> None:
         """Add the findings of every rank to the report."""
         everybody = rendezvous.allgather(json.dumps([asdict(check) for check in mine]).encode())
         self.report.add([[Check(**check) for check in json.loads(data)] for data in everybody])
 
-    def gpus(self, rendezvous: Rendezvous) -> None:
+    def gpus(self, rendezvous: ControlPlane) -> None:
         """Move bytes between the GPUs of each host."""
         hosts = [each["host_id"] for each in self.report.facts]
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.cuda import visible_devices
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.errors import KosError, in_words, plural, ranks_in_words
@@ -57,7 +57,7 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
             yield Check("GPUs of the ranks", NO, found, "start a rank for each GPU")
 
 
-def gpu_memory(rendezvous: Rendezvous, device: int) -> Check:
+def gpu_memory(rendezvous: ControlPlane, device: int) -> Check:
     """Map the memory of every GPU of the host on every other, and move bytes both ways."""
     try:
         with SymmetricMemory(rendezvous, rendezvous.size * ALIGNMENT, device):

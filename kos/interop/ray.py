@@ -21,7 +21,7 @@ from typing import Any
 
 import kos
 from kos.comm.arguments import check_timeout
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.bootstrap import rendezvous_of
 from kos.errors import InvalidArgument, RendezvousError
 
@@ -113,7 +113,7 @@ def register(name: str = "kos", backend: str = "auto", timeout: float = 120.0) -
     _terms[key] = terms
 
 
-def rendezvous(group: str, rank: int, size: int, timeout: float = 120.0) -> Rendezvous:
+def rendezvous(group: str, rank: int, size: int, timeout: float = 120.0) -> ControlPlane:
     """How ``size`` actors or tasks of one Ray job find each other, for ``kos.init(rendezvous=…)``.  Collective.
 
     ``group`` is a name that no other group uses at the time.  Rank 0 publishes its address and a secret in Ray's

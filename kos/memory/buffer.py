@@ -36,7 +36,7 @@ class Buffer:
     device: int | None = None
     pointer: int = 0
     stream: int = streams.LEGACY
-    queue: Any = None  # the object that keeps that stream alive; the handle if none is known
+    stream_owner: Any = None  # the object that keeps that stream alive; the handle if none is known
     convert: Callable[[Any], Any] | None = None  # makes the result of ``array``, once the work is queued or done
     readonly: bool = False  # on a GPU
 
@@ -88,7 +88,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
     if array is None:
         buffer = _of_device(x, _shared_array(x, what, stream), what, writable, stream)
         if immutable(x):
-            buffer.queue = buffer.stream  # an event must hold ``x``: its library does not know the stream
+            buffer.stream_owner = buffer.stream  # an event must hold ``x``: its library does not know the stream
         return buffer
     if stream is not None:
         raise InvalidArgument(f"stream: expected None, as {what} is in memory of the host, got {stream!r}")
@@ -118,22 +118,22 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
         raise InvalidArgument(f"{what}: expected an array with memory, got one that was freed, {array!r}")
     if stream is None:
         stream = array.stream
-    handle, queue = handle_and_keeper(stream)
+    handle, owner = handle_and_owner(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
-    where = array.device, array.pointer, handle, queue
+    where = array.device, array.pointer, handle, owner
     return Buffer(given, _NO_VIEW, array.dtype, count, shape, *where, readonly=array.readonly)
 
 
-def handle_and_keeper(stream: Any) -> tuple[int, Any]:
-    """Handle and keeper of ``stream``; caches the last one, as consecutive calls mostly use one stream."""
+def handle_and_owner(stream: Any) -> tuple[int, Any]:
+    """Handle and owner of ``stream``; caches the last one, as consecutive calls mostly use one stream."""
     global _last_stream
-    known, handle, queue = _last_stream
+    known, handle, owner = _last_stream
     # The owner of a stream may have closed it.
-    if known is not stream or (stream is queue is not None and streams.handle(stream) != handle):
-        handle, queue = streams.handle(stream), streams.keeper(stream)
-        _last_stream = stream, handle, queue
-    return handle, queue
+    if known is not stream or (stream is owner is not None and streams.handle(stream) != handle):
+        handle, owner = streams.handle(stream), streams.owner(stream)
+        _last_stream = stream, handle, owner
+    return handle, owner
 
 
 _last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_bool, check_timeout, number_in
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld, rank_thread
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup, ThreadWorld, rank_thread
 from kos.comm.one_thread import program_line
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
@@ -49,7 +49,7 @@ def spawn(
     still run (threads cannot be killed).
 
     ``hosts=[2, 2]`` are ranks of pretended hosts: ranks 0 and 1 are on one and ranks 2 and 3 on another, as by
-    ``KOS_HOST``.  ``comm.node``, local ranks and ``comm.split("host")`` follow, and ``comm.views`` is refused.
+    ``KOS_HOST``.  ``comm.local_ranks``, local ranks and ``comm.split("host")`` follow, and ``comm.views`` is refused.
 
     ``faults`` is a plan of failures (see ``Fault``).  A rank that crashes or stalls for good has the result None.
 
@@ -91,7 +91,7 @@ def spawn(
     def run(rank: int) -> None:
         why = "its function returned"
         try:
-            place = ThreadRendezvous(group, rank, timeout, names[rank])
+            place = ThreadControlPlane(group, rank, timeout, names[rank])
             comm = init("mock", rendezvous=place, timeout=timeout)
             comms[rank] = comm
             with ExitStack() as stack:

@@ -10,7 +10,7 @@ from threading import TIMEOUT_MAX
 from typing import Any
 
 from kos.comm.arguments import check_int
-from kos.comm.control.thread_rendezvous import ThreadWorld
+from kos.comm.control.threads import ThreadWorld
 from kos.comm.work import Work
 from kos.errors import CollectiveError, InvalidArgument
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import watchdog
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadWorld, Waits
+from kos.comm.control.threads import ThreadGroup, ThreadWorld, Waits
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.recorder import call_site
 from kos.comm.work import Steps, Work

@@ -13,7 +13,7 @@ from kos.cuda import streams
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory.array import Array
-from kos.memory.buffer import as_buffer, handle_and_keeper
+from kos.memory.buffer import as_buffer, handle_and_owner
 from kos.memory.libraries import plain_array
 from kos.transfer.gpu import PIECE, Copiers, Launch, whole
 from kos.transfer.placement import Arrays, Flat, current
@@ -76,7 +76,7 @@ class Held:
         if on_gpu is None or getattr(on_gpu.owner, "closed", False) or (self._writable and on_gpu.readonly):
             buffer = as_buffer(array, name, self._writable)
             return (buffer.device, buffer.address), buffer.stream
-        return (on_gpu.device, on_gpu.pointer), handle_and_keeper(on_gpu.stream)[0]
+        return (on_gpu.device, on_gpu.pointer), handle_and_owner(on_gpu.stream)[0]
 
     def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]], deadline: float = math.inf) -> None:
         """Copy arrays; on GPUs, queue the copies.  Each pair has a target and a source, one of which is this rank's.

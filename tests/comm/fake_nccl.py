@@ -25,10 +25,10 @@ import pytest
 import kos
 from kos.comm import contract, watchdog
 from kos.comm.contract import Backend, Probe
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.base import ControlPlane
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl_binding, shared, works
+from kos.comm.gpu import gpu_work, nccl_binding, shared
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine, record
@@ -336,16 +336,16 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
     with no_gpu(monkeypatch) as fake:
         monkeypatch.setattr(NCCLBackend, "resolve", lambda route, o: NOTHING)
-        monkeypatch.setattr(works.Mark, "ended", lambda mark: False)
+        monkeypatch.setattr(gpu_work.Mark, "ended", lambda mark: False)
         yield fake
 
 
-def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WAIT) -> kos.Communicator:
+def communicator(rendezvous: ThreadControlPlane, group: Group, timeout: float = WAIT) -> kos.Communicator:
     """A communicator of the nccl backend whose ranks are threads."""
     return kos.Communicator(of_nccl(rendezvous, Comm(group, rendezvous.rank)), rendezvous, {}, timeout)
 
 
-def of_nccl(rendezvous: Rendezvous, comm: Any = None, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
+def of_nccl(rendezvous: ControlPlane, comm: Any = None, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
     """A backend whose route is ``nccl``, with this communicator of NCCL if it has one already."""
     return GPUBackend(rendezvous, [NCCLBackend(rendezvous, Engine(), device, comm)], host)
 
@@ -370,7 +370,7 @@ def waits_that_are_bounded(nccl: Any) -> list[str]:
 
 def alone() -> kos.Communicator:
     """A group of one."""
-    return communicator(ThreadRendezvous(ThreadGroup(1), 0, WAIT), Group(1))
+    return communicator(ThreadControlPlane(ThreadGroup(1), 0, WAIT), Group(1))
 
 
 class FakeRanks:
@@ -383,7 +383,7 @@ class FakeRanks:
         """Run ``fn(gpu)``; ``gpu`` takes ndarrays, ``gpu.comm`` is the communicator."""
         group = Group(self.size)
 
-        def rank(rendezvous: ThreadRendezvous) -> None:
+        def rank(rendezvous: ThreadControlPlane) -> None:
             comm = communicator(rendezvous, group, timeout)
             fn(OnGPU(comm))
             comm.close()

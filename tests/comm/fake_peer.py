@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.base import ControlPlane
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.peer import backend as peer
 from kos.comm.gpu.peer import engine, exchange
@@ -36,7 +36,7 @@ from tests.fake_cuda import GPU
 class HostMemory:
     """SymmetricMemory among threads."""
 
-    def __init__(self, rendezvous: Rendezvous, nbytes: int, device: int, pointer: int = 0) -> None:
+    def __init__(self, rendezvous: ControlPlane, nbytes: int, device: int, pointer: int = 0) -> None:
         self._rendezvous, self.nbytes, self.pointer = rendezvous, nbytes, pointer
         if not pointer:
             self._own = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # zeros, not there before they are used
@@ -81,17 +81,17 @@ class ConcurrentKernelsOfThreads:
         return self._concurrent.setdefault((threading.get_ident(), device), concurrent)
 
 
-def communicator(rendezvous: Rendezvous, timeout: float = WAIT) -> kos.Communicator:
+def communicator(rendezvous: ControlPlane, timeout: float = WAIT) -> kos.Communicator:
     """A communicator of the peer backend whose ranks are threads."""
     return kos.Communicator(of_peer(rendezvous), rendezvous, {}, timeout)
 
 
-def of_peer(rendezvous: Rendezvous, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
+def of_peer(rendezvous: ControlPlane, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
     """A backend whose route is ``peer``."""
     return GPUBackend(rendezvous, [PeerBackend(rendezvous, Engine(), device)], host)
 
 
-def meet(rendezvous: ThreadRendezvous) -> None:
+def meet(rendezvous: ThreadControlPlane) -> None:
     """Wait for all ranks outside of kos, which blames no rank that waits in its own barrier."""
     rendezvous.threads.shared("meeting", lambda: threading.Barrier(rendezvous.size)).wait(3 * WAIT)
 
@@ -108,18 +108,18 @@ class ThreadRanks:
         return self.run_bare(lambda rendezvous: self._with_communicator(fn, rendezvous, timeout), timeout)
 
     @staticmethod
-    def _with_communicator(fn: Callable[[Any], Any], rendezvous: Rendezvous, timeout: float) -> Any:
+    def _with_communicator(fn: Callable[[Any], Any], rendezvous: ControlPlane, timeout: float) -> Any:
         comm = communicator(rendezvous, timeout)
         result = fn(OnGPU(comm))
         comm.close()
         return result
 
-    def run_bare(self, fn: Callable[[Rendezvous], Any], timeout: float = 20.0) -> list[Any]:
+    def run_bare(self, fn: Callable[[ControlPlane], Any], timeout: float = 20.0) -> list[Any]:
         threads, failures = ThreadGroup(self.size), []
 
         def rank(index: int) -> Any:
             try:
-                return fn(ThreadRendezvous(threads, index, timeout))
+                return fn(ThreadControlPlane(threads, index, timeout))
             except BaseException as error:  # its frames keep the memory that kernels of other ranks may write to
                 failures.append((index, error))
                 threads.fail(RankLost("another rank failed"))

@@ -9,7 +9,7 @@ import pytest
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, environment, free_port, run_threads
 
 Body = Callable[[kos.Communicator], Any]
@@ -33,7 +33,7 @@ def run(
     port, group = free_port(), ThreadGroup(members)
 
     def member(rank: int) -> Any:
-        place: Any = ThreadRendezvous(group, rank, timeout)
+        place: Any = ThreadControlPlane(group, rank, timeout)
         if backend == "tcp":
             place = env_rendezvous(TIMEOUT, environment(rank, members, port))
         try:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.compression import FORMATS
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.peer.bind import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
@@ -35,7 +35,7 @@ def operation(kind: str) -> str:
 
 
 def storm(
-    rendezvous: Rendezvous,
+    rendezvous: ControlPlane,
     memory_of: Any,
     seed: int,
     kinds: list[str],
@@ -124,7 +124,7 @@ def storm(
 
 
 def compressed_storm(
-    rendezvous: Rendezvous, seed: int, form: str, dtype: Any, turns: int, *, device: int = 0, stream: Any = None,
+    rendezvous: ControlPlane, seed: int, form: str, dtype: Any, turns: int, *, device: int = 0, stream: Any = None,
     **macros: Any,
 ) -> int:  # fmt: skip
     """Compressed reductions back to back, some between those of other kernels; wrong elements on this rank.

@@ -22,7 +22,7 @@ import pytest
 
 import kos
 from kos._core import native
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.errors import RankLost
 from kos.testing import spawn
 from kos.testing.conformance.failures import SHORT, Scenario, check
@@ -135,7 +135,7 @@ class MPIRanks:
 
 
 def on_threads(
-    size: int, fn: Callable[[ThreadRendezvous], Any], timeout: float = 60.0, when_one_fails: Callable[[], Any] = list
+    size: int, fn: Callable[[ThreadControlPlane], Any], timeout: float = 60.0, when_one_fails: Callable[[], Any] = list
 ) -> list[Any]:
     """What ``fn(rendezvous)`` returned on each rank, a thread; a failure of one ends the waits of the others.
 
@@ -145,7 +145,7 @@ def on_threads(
 
     def rank(index: int) -> None:
         try:
-            results[index] = fn(ThreadRendezvous(group, index, timeout))
+            results[index] = fn(ThreadControlPlane(group, index, timeout))
         except BaseException:
             failures.append(f"rank {index} of {size} failed:\n{traceback.format_exc()}")
             when_one_fails()
@@ -197,7 +197,7 @@ def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> No
     def monotonic() -> float:
         return 1e6 if next(asked) and until(state) else 0.0
 
-    def patient(backend: str, rendezvous: ThreadRendezvous, timeout: float) -> kos.Communicator:
+    def patient(backend: str, rendezvous: ThreadControlPlane, timeout: float) -> kos.Communicator:
         rendezvous.timeout = TIMEOUT
         return kos.init(backend, rendezvous=rendezvous, timeout=TIMEOUT)
 

@@ -12,8 +12,8 @@ import kos
 from kos import _core
 from kos.comm.communicator import Communicator
 from kos.comm.contract import Backend, Probe
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.control.base import ControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.shared.segment import STARTED
 from tests.comm.ranks import on_threads
@@ -29,7 +29,7 @@ def skip_without_core() -> None:
 
 def through_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no rank of a host copy from the memory of another one: large parts take several stages in slots."""
-    monkeypatch.setattr("kos.comm.host.shared.node.read_memory", lambda *_: None)
+    monkeypatch.setattr("kos.comm.host.shared.transport.read_memory", lambda *_: None)
 
 
 class SharedOnly(Backend):
@@ -39,7 +39,7 @@ class SharedOnly(Backend):
     processes = True
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         return Probe(True, "a test")
 
     def isend(self, array: Any, peer: int, tag: int) -> Any:
@@ -52,7 +52,7 @@ class SharedOnly(Backend):
         pass
 
 
-def shared_only(rendezvous: ThreadRendezvous) -> kos.Communicator:
+def shared_only(rendezvous: ThreadControlPlane) -> kos.Communicator:
     """The communicator of this rank.  Collective."""
     return Communicator(HostBackend(rendezvous, SharedOnly), rendezvous, {}, TIMEOUT)
 
@@ -61,7 +61,7 @@ def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) ->
     """The result of ``fn(comm)`` on each rank.  Skips the test where the core cannot be used."""
     skip_without_core()
 
-    def body(rendezvous: ThreadRendezvous) -> Any:
+    def body(rendezvous: ThreadControlPlane) -> Any:
         comm = shared_only(rendezvous)
         result = fn(comm)
         if close:

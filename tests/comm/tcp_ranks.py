@@ -22,7 +22,7 @@ import pytest
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.hub import Hub
 from kos.errors import RendezvousError
 from tests.comm import ranks
@@ -88,7 +88,7 @@ def run_threads(*bodies: Callable[[], Any], limit: float = 2 * TIMEOUT) -> list[
 
 
 def run_ranks(
-    size: int, fn: Callable[[TCPRendezvous], Any], timeout: float = TIMEOUT, limit: float = 2 * TIMEOUT, **more: str
+    size: int, fn: Callable[[TCPControlPlane], Any], timeout: float = TIMEOUT, limit: float = 2 * TIMEOUT, **more: str
 ) -> list[Any]:
     """What ``fn(rendezvous)`` returned on each rank; a failure of any of them is raised."""
     port = free_port()
@@ -150,7 +150,7 @@ class TCPRanks:
         self.size = size
 
     def run(self, fn: Callable[[kos.Communicator], Any]) -> list[Any]:
-        def body(rendezvous: TCPRendezvous) -> Any:
+        def body(rendezvous: TCPControlPlane) -> Any:
             with kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT) as comm:
                 return fn(comm)
 

@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.operations import COLLECTIVES
 from kos.cuda.streams import LEGACY
 from kos.errors import InvalidArgument, OutOfMemory
@@ -30,7 +30,7 @@ def comm():
     """Rank 0 of a group of two whose other rank never comes: what is refused must not wait for it."""
     group = ThreadGroup(2)
 
-    class Lonely(ThreadRendezvous):
+    class Lonely(ThreadControlPlane):
         def allgather(self, data):
             return [data, data]
 
@@ -213,7 +213,7 @@ def test_a_stream_that_its_owner_closed_is_not_used():
     assert as_buffer(x, "x", True, stream).stream == 40
     stream.handle = 0
     buffer = as_buffer(x, "x", True, stream)
-    assert (buffer.stream, buffer.queue) == (LEGACY, None)
+    assert (buffer.stream, buffer.stream_owner) == (LEGACY, None)
 
 
 class Wrapped:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm.gpu.works import free_finished
+from kos.comm.gpu.gpu_work import free_finished
 from kos.cuda import driver, streams
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -100,14 +100,14 @@ def tensor(count: int = 6) -> Tensor:
 def test_torchs_current_stream_is_followed(torch):
     x = tensor()
     buffer = as_buffer(x, "x", True)
-    assert (buffer.stream, buffer.queue, buffer.array) == (streams.LEGACY, None, x)
+    assert (buffer.stream, buffer.stream_owner, buffer.array) == (streams.LEGACY, None, x)
     torch.handle, torch.stream_id = 5000, 35  # from its pool, which keeps it alive
     for _ in range(2):
         buffer = as_buffer(x, "x", True)
-        assert buffer.stream == 5000 and not isinstance(buffer.queue, int)
+        assert buffer.stream == 5000 and not isinstance(buffer.stream_owner, int)
     torch.handle = torch.stream_id = 6000  # an external stream
     buffer = as_buffer(x, "x", True)
-    assert (buffer.stream, buffer.queue) == (6000, 6000)
+    assert (buffer.stream, buffer.stream_owner) == (6000, 6000)
     assert as_buffer(x, "x", True, 7).stream == 7, "stream= wins"
     assert set(x.asked) == {-1}, "nothing has to wait: it is the stream on which torch works"
 

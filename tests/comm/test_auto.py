@@ -13,10 +13,10 @@ import pytest
 
 import kos
 from kos.bench import tables as tune
-from kos.comm import making
+from kos.comm import create
 from kos.comm.contract import Backend, Probe
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
-from kos.comm.gpu import works
+from kos.comm.control.threads import ThreadControlPlane
+from kos.comm.gpu import gpu_work
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.host_backend import HostBackend
@@ -93,7 +93,7 @@ def run(
         skip_without_core()
     groups = {name: Group(size) for name in parts.split()}
 
-    def rank(rendezvous: ThreadRendezvous) -> None:
+    def rank(rendezvous: ThreadControlPlane) -> None:
         memory = HostBackend(rendezvous, host)
         made = [
             KINDS[name](rendezvous, memory.engine, 0, Comm(group, rendezvous.rank)) for name, group in groups.items()
@@ -243,12 +243,12 @@ def test_register_uses_the_first_backend_that_accepts_the_memory(comm, log, /):
 @on_each_rank(run, host=SharedOnly)
 def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
     """Calls start in the order of their numbers, whichever backend runs them, because ranks compare their progress."""
-    calls, node = comm.host.calls, comm.host.node
+    calls, shared = comm.host.calls, comm.host.shared
     assert comm.backend.shared.calls is calls
     begun = []
-    announce, core = calls.announce, node._core
+    announce, core = calls.announce, shared._core
     calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
-    node._core = SimpleNamespace(
+    shared._core = SimpleNamespace(
         prepare=core.prepare, start=lambda *call: (begun.append(call[1]), core.start(*call))[1], spin_ns=0
     )
     arrays = ones(8), np.ones(3), ones(5000), ones(8)
@@ -267,8 +267,8 @@ def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
 def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(comm, log, /, overlap, monkeypatch):
     """The earlier call has another route and another stream, on which much of the program's own work may be queued."""
     done, streams = list[str](), comm.backend.streams
-    queue, follow = works.Marks.queue, streams.follow
-    monkeypatch.setattr(works.Marks, "queue", lambda *given: (done.append("begin"), queue(*given)))
+    queue, follow = gpu_work.Marks.queue, streams.follow
+    monkeypatch.setattr(gpu_work.Marks, "queue", lambda *given: (done.append("begin"), queue(*given)))
     comm.all_reduce(zeros(8), stream=5)
     done.clear()
     streams.follow = lambda *given: (done.append("follow"), follow(*given))
@@ -389,11 +389,11 @@ def test_peer_takes_part_where_it_was_measured(monkeypatch, routes, broken, take
                 raise BackendUnavailable(broken)
 
     kinds = {name: type(name, (Some,), {"name": name}) for name in ("nccl", "peer")}
-    monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, **kinds})
+    monkeypatch.setattr(create, "BACKENDS", {"mock": ThreadTransport, **kinds})
     tuned(monkeypatch, routes)
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
     ranks = SimpleNamespace(size=2, local_size=2, **ON_GPU_0)
-    assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken
+    assert [gpu.name for gpu in create._for_gpus(ranks, probes, None, ExitStack())] == taken
     assert probes["peer"] == Probe(not broken, why)
 
 
@@ -403,11 +403,11 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
         def __init__(self, rendezvous, engine, device): ...
 
     phases = type("Phases", (Made,), {})
-    monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
-    monkeypatch.setattr(making, "HierarchicalBackend", phases)
+    monkeypatch.setattr(create, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
+    monkeypatch.setattr(create, "HierarchicalBackend", phases)
     probes = {"mock": Probe(True, ""), "nccl": Probe(True, "")}
     ranks = SimpleNamespace(size=4, local_size=local_size, **ON_GPU_0)
-    made = making._for_gpus(ranks, probes, None, ExitStack())
+    made = create._for_gpus(ranks, probes, None, ExitStack())
     assert [*map(type, made)] == [Made, phases][: 1 + (local_size < 4)]
 
 

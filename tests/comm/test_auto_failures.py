@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
 from tests.comm.ranks import on_each_rank, on_threads
@@ -110,7 +110,7 @@ def test_an_abort_reaches_ranks_that_wait_for_a_gpu(comm, log, /, queued):
 
 
 def on_two_ranks(body: Callable[[kos.Communicator], None]) -> None:
-    def rank(rendezvous: ThreadRendezvous) -> None:
+    def rank(rendezvous: ThreadControlPlane) -> None:
         with kos.init("auto", rendezvous=rendezvous) as comm:
             body(comm)
 

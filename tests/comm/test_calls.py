@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.host.shared import CallRing
+from kos.comm.host.shared import FingerprintRing
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.prepared import Fingerprints
 from kos.comm.work import Work
@@ -30,7 +30,7 @@ def varied(sequence: int) -> Work[Any]:
     return call(sequence, sequence % 3)
 
 
-def together(body: Callable[[list[CallRing]], None], size: int = 2) -> None:
+def together(body: Callable[[list[FingerprintRing]], None], size: int = 2) -> None:
     """Run ``body`` once, with the calls of all ranks."""
     calls: list[Any] = [None] * size
 
@@ -47,7 +47,7 @@ def together(body: Callable[[list[CallRing]], None], size: int = 2) -> None:
 class Words:
     """The control words of the segment; calls ``then`` after the first read of the word at ``place``."""
 
-    def __init__(self, calls: CallRing, then: Callable[[], None], place: int) -> None:
+    def __init__(self, calls: FingerprintRing, then: Callable[[], None], place: int) -> None:
         self.words, self.then, self.place = calls.segment.words, then, place
 
     def __getitem__(self, place: Any) -> Any:

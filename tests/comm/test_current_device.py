@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
@@ -55,7 +55,7 @@ def comm(monkeypatch):
             setattr(cu, name, lambda *given, call=call, place=place: contexts.check(given[place]) or call(*given))
         cu.cuEventCreate = contexts.make_event
         contexts.install(cu)
-        rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
+        rendezvous = ThreadControlPlane(ThreadGroup(1), 0, WAIT)
         comm = kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), device=DEVICE), rendezvous, {}, WAIT)
         yield comm
         assert contexts.stack == [0]  # kos has left the thread's current device as it was

@@ -1,4 +1,4 @@
-"""Rendezvous by environment variables: launchers, and jobs that are started wrongly."""
+"""ControlPlane by environment variables: launchers, and jobs that are started wrongly."""
 
 import contextlib
 import socket
@@ -13,8 +13,8 @@ import pytest
 import kos
 from kos.comm.control.bootstrap import default_rendezvous
 from kos.comm.control.env import Place
-from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.control.group import TCPControlPlane
+from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.control.wire import Acceptor
 from kos.errors import RendezvousError
 from kos.launcher import launched_rank
@@ -50,11 +50,11 @@ def test_variables_of_launchers():
 
 
 def test_the_default_rendezvous(no_launcher):
-    assert isinstance(default_rendezvous(5), ThreadRendezvous)
+    assert isinstance(default_rendezvous(5), ThreadControlPlane)
     no_launcher.setenv("RANK", "0")
     no_launcher.setenv("WORLD_SIZE", "1")
     rendezvous = default_rendezvous(5)
-    assert isinstance(rendezvous, TCPRendezvous)
+    assert isinstance(rendezvous, TCPControlPlane)
     assert rendezvous.timeout == 5
     with kos.init() as comm:
         assert (comm.backend_name, comm.size) == ("tcp", 1)

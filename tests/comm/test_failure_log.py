@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kos.comm import timeouts
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.comm.peer_status import PeerStatus
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, from_record, to_record
 from tests.comm.works import work_of
@@ -74,10 +74,10 @@ class _Waits(PeerStatus):
 
 
 HOSTS = {0: ("host a", (0, 1)), 1: ("host a", (0, 1)), 2: ("host b", (2, 3)), 3: ("host b", (2, 3)), 4: ("c", (4,))}
-ONE, TWO = (partial(Late, words=timeouts.UNKNOWN, others=[*range(1, size)], all_wait=True) for size in (2, 3))
-THIRD = partial(Late, [3], "ranks [3] did not arrive")
+ONE, TWO = (partial(PendingRanks, words=timeouts.UNKNOWN, others=[*range(1, size)], all_wait=True) for size in (2, 3))
+THIRD = partial(PendingRanks, [3], "ranks [3] did not arrive")
 BEYOND = f"ranks [2] {timeouts.GO_ON}, for which ranks [1] wait"
-OVERDUE: dict[str, tuple[Late, dict[int, tuple[int, ...]], tuple[int, ...], str]] = {
+OVERDUE: dict[str, tuple[PendingRanks, dict[int, tuple[int, ...]], tuple[int, ...], str]] = {
     # In a barrier of mpi between hosts nobody knows who has not arrived; its GPU may wait.
     "the only other": (ONE(), {}, (1,), "ranks [1]"),
     "the only other, which waits": (ONE(), {1: (0,)}, (), "not known"),
@@ -91,14 +91,15 @@ OVERDUE: dict[str, tuple[Late, dict[int, tuple[int, ...]], tuple[int, ...], str]
     "it waits for all": (THIRD(), {3: (0, 1, 2)}, (1, 2), "ranks [1, 2] did not arrive"),
     "the others have arrived": (THIRD((1, 2)), {3: (0, 1, 2)}, (3,), "ranks [3] did not arrive"),
     # A rank that is absent waits in another call, for one that may have begun both and stopped.
-    "beyond the absent": (Late([1], absent=True), {1: (2,)}, (2,), BEYOND),
-    "two in a cycle": (Late([1]), {1: (0,)}, (1,), "; ranks [0, 1] wait for one another"),
-    "three in a cycle": (Late([1]), {1: (2,), 2: (0,)}, (1,), "; ranks [0, 1, 2] wait for one another"),
-    "no cycle": (Late([1]), {1: (2,)}, (2,), BEYOND),
+    "beyond the absent": (PendingRanks([1], absent=True), {1: (2,)}, (2,), BEYOND),
+    "two in a cycle": (PendingRanks([1]), {1: (0,)}, (1,), "; ranks [0, 1] wait for one another"),
+    "three in a cycle": (PendingRanks([1]), {1: (2,), 2: (0,)}, (1,), "; ranks [0, 1, 2] wait for one another"),
+    "no cycle": (PendingRanks([1]), {1: (2,)}, (2,), BEYOND),
     # One that runs may wait for one that is stopped where nobody sees that: in a call of a library, for one.
-    "rank 2 is stopped": (Late([1, 2]), {}, (2,), BEYOND),
+    "rank 2 is stopped": (PendingRanks([1, 2]), {}, (2,), BEYOND),
     # A rank that is not known to be absent may have stopped within the call.
-    **{f"{ranks} of hosts{', absent' * absent}": (Late(ranks, absent=absent), {}, tuple(ranks), named.format(how))
+    **{f"{ranks} of hosts{', absent' * absent}":
+       (PendingRanks(ranks, absent=absent), {}, tuple(ranks), named.format(how))
        for ranks, named in (([2, 3], "host b (ranks [2, 3]) {}"), ([3], "ranks [3] {}; rank 3 is on host b"),
                             ([1, 2, 3], "ranks [1, 2, 3] {}; rank 1 is on host a; ranks [2, 3] are on host b"),
                             ([4], "ranks [4] {}; rank 4 is on c"))
@@ -113,7 +114,7 @@ def test_who_is_late(case):
     status = _Waits(waits, {})
     status.halted = lambda rank: rank == 2 and "stopped" in case
     status.hosts = HOSTS if "of hosts" in case else {}
-    error = FailureLog(range(5), 0, status).overdue(late, "all_reduce #1", 1.0)
+    error = FailureLog(range(5), 0, status).timeout_error(late, "all_reduce #1", 1.0)
     assert error.ranks == named and words in str(error), error
     assert ("wait for one another" in str(error)) == ("in a cycle" in case)
     assert "of hosts" not in case or str(error) == f"all_reduce #1: not complete after 1.0 s; {words}"
@@ -123,13 +124,13 @@ def test_who_is_late(case):
 def test_a_rank_that_others_waited_for_when_their_time_was_up(failures, arrived, named):
     errors = {rank: CollectiveTimeout("late", ranks=list(ranks)) for rank, ranks in failures.items()}
     log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
-    assert log.overdue(THIRD(arrived), "all_reduce #1", 1.0).ranks == named
+    assert log.timeout_error(THIRD(arrived), "all_reduce #1", 1.0).ranks == named
 
 
 def test_a_wait_for_ranks_of_other_groups():
     """The GPU runs the kernels of all communicators one after another."""
     failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
-    error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
+    error = failures.timeout_error(PendingRanks(elsewhere=[2]), "all_reduce #1", 1.0)
     assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)
 
 
@@ -146,11 +147,11 @@ def test_a_rank_whose_own_timeout_named_no_rank_is_not_late(handled, waits, name
     if handled:
         known.clear_failure()
     status.waits |= waits
-    late = Late(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True)
+    late = PendingRanks(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True)
     log = FailureLog(range(3), 0, PeerStatus(0, status))
-    assert log.overdue(late, "barrier #1", 0.001).ranks == named
+    assert log.timeout_error(late, "barrier #1", 0.001).ranks == named
     status.connect(_Plane())  # of a new group, in which ranks have other numbers
-    assert log.overdue(late, "barrier #1", 0.001).ranks == tuple(rank for rank in (1, 2) if rank not in waits)
+    assert log.timeout_error(late, "barrier #1", 0.001).ranks == tuple(rank for rank in (1, 2) if rank not in waits)
 
 
 def test_a_timeout_without_ranks_is_no_cause():
@@ -158,7 +159,7 @@ def test_a_timeout_without_ranks_is_no_cause():
     status = PeerStatus(0)
     log = FailureLog(range(2), 1, PeerStatus(1, status))
     PeerStatus(0, status).post_failure(CollectiveTimeout("late"))
-    assert log.lost(0, CLOSED).ranks == log.overdue(Late([0], "late"), "barrier #1", 1.0).ranks == (0,)
+    assert log.lost(0, CLOSED).ranks == log.timeout_error(PendingRanks([0], "late"), "barrier #1", 1.0).ranks == (0,)
     assert status.cause(0) is None and not log.suspects()
     mine = log.status
     mine.post_failure(RankLost("rank 0 is gone", ranks=[0]))
@@ -192,7 +193,7 @@ def test_a_rank_announces_its_wait_at_its_timeout(size):
     plane.send_notice = lambda kind, what=None, timeout=0.0: sent.append((kind, what))
     status.connect(plane)
     status.post_wait([0])
-    FailureLog(range(size), 1, status).overdue(Late([0]), "barrier #1", 1.0)
+    FailureLog(range(size), 1, status).timeout_error(PendingRanks([0]), "barrier #1", 1.0)
     assert sent[:1] == ([("waits", (0,))] if size <= 128 else [])
 
 
@@ -208,7 +209,7 @@ def test_the_call_and_the_communicator_are_named_once(cause, named):
     """``named``: the part of the cause's text that follows the call in the error; "" if the cause has the same call."""
     call = "world: all_reduce #1 of int8[1]"
     log = FailureLog(range(3), 0, _Waits({}, {1: CollectiveTimeout(cause, ranks=[2])}))
-    error = log.overdue(Late([1]), call, 1.0)
+    error = log.timeout_error(PendingRanks([1]), call, 1.0)
     assert str(error) == (f"{call}: {named}" if named else cause) + "; rank 1 failed because of it"
     log.first = CollectiveTimeout(cause)
     with pytest.raises(CollectiveTimeout) as caught:
@@ -219,14 +220,14 @@ def test_the_call_and_the_communicator_are_named_once(cause, named):
 @pytest.mark.parametrize(
     ("late", "keeps", "named", "unasked"),
     [
-        (Late([0, 1]), [0], "ranks [0] did not arrive or went no further; rank 0 is on host a", "[1]"),
-        (Late([0, 1], absent=True), [0], "ranks [0] did not arrive; rank 0 is on host a", "[1]"),
-        (Late([1], "rank 1 sent nothing"), [0], f"ranks [0] {timeouts.GO_ON}; rank 0 is on host a", "[1]"),
-        (Late(others=[0, 1, 3], all_wait=True, may_be_complete=True), [0],
+        (PendingRanks([0, 1]), [0], "ranks [0] did not arrive or went no further; rank 0 is on host a", "[1]"),
+        (PendingRanks([0, 1], absent=True), [0], "ranks [0] did not arrive; rank 0 is on host a", "[1]"),
+        (PendingRanks([1], "rank 1 sent nothing"), [0], f"ranks [0] {timeouts.GO_ON}; rank 0 is on host a", "[1]"),
+        (PendingRanks(others=[0, 1, 3], all_wait=True, may_be_complete=True), [0],
          f"ranks [0] {timeouts.GO_ON}, for which ranks [3] wait; rank 0 is on host a", "[1]"),
-        (Late([0, 1]), [0, 1], f"host a (ranks [0, 1]) {timeouts.GO_ON}", ""),
-        (Late([0, 1, 4]), [0, 1], f"host a (ranks [0, 1]) {timeouts.GO_ON}", "[4]"),
-        (Late([0, 1, 4]), [0], f"ranks [0] {timeouts.GO_ON}; rank 0 is on host a", "[1, 4]"),
+        (PendingRanks([0, 1]), [0, 1], f"host a (ranks [0, 1]) {timeouts.GO_ON}", ""),
+        (PendingRanks([0, 1, 4]), [0, 1], f"host a (ranks [0, 1]) {timeouts.GO_ON}", "[4]"),
+        (PendingRanks([0, 1, 4]), [0], f"ranks [0] {timeouts.GO_ON}; rank 0 is on host a", "[1, 4]"),
     ],
 )  # fmt: skip
 def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
@@ -240,7 +241,7 @@ def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
     status.sees = lambda rank: rank in (2, 3)
     status.hosts = HOSTS
     status.connect(plane)
-    error = FailureLog(range(5), 2, status).overdue(late, "all_gather #1", 1.0)
+    error = FailureLog(range(5), 2, status).timeout_error(late, "all_gather #1", 1.0)
     hub = "host a (ranks [0, 1])" if len(keeps) > 1 else "rank 0"
     more = f"; {timeouts.unasked(f'ranks {unasked}', hub)}" if unasked else ""
     assert str(error) == f"all_gather #1: not complete after 1.0 s; {named}{more}"
@@ -253,9 +254,9 @@ def test_a_hub_that_does_not_answer_is_named_with_ranks_that_are_stopped_or_gone
     status.sees, status.halted, status.hosts = {2, 3}.__contains__, {3, 4}.__contains__, HOSTS
     status.connect(plane)
     log, late = FailureLog(range(5), 2, status), [0, 1, 3, 4]
-    native = Late(others=late, all_wait=True, may_be_complete=True)
-    for error in [log.overdue(each, "all_gather #1", 1.0) for each in (Late(late), native)]:
-        assert log.overdue(Late([3]), "recv #1", 1.0).unasked == ()
+    native = PendingRanks(others=late, all_wait=True, may_be_complete=True)
+    for error in [log.timeout_error(each, "all_gather #1", 1.0) for each in (PendingRanks(late), native)]:
+        assert log.timeout_error(PendingRanks([3]), "recv #1", 1.0).unasked == ()
         assert (error.ranks, error.unasked, error.copy().unasked) == ((0, 3, 4), (1,), (1,))
         assert timeouts.unasked("ranks [1]", "rank 0") in str(error)
 
@@ -274,7 +275,7 @@ def test_a_cycle_says_whether_its_calls_are_of_one_group(call, expected, reverse
     what = "world: send_recv #3 of float32[7], to and from rank 1 with tag 0"
     call, what = (what, call) if reverse else (call, what)
     status.last_calls[1] = lambda: call
-    text = str(FailureLog(range(2), 0, status).overdue(Late([1]), what, 1.0))
+    text = str(FailureLog(range(2), 0, status).timeout_error(PendingRanks([1]), what, 1.0))
     assert f"ranks [0, 1] {expected}" in text.split("; "), text
 
 
@@ -282,7 +283,8 @@ def test_a_cycle_with_a_call_that_is_not_known():
     """For example, the call of a rank of another host.  The error does not mention groups then."""
     status = _Waits({1: (2,), 2: (0,)}, {})
     status.last_calls |= {1: lambda: "world: barrier #0 at train.py:9", 2: lambda: ""}
-    text = str(FailureLog(range(3), 0, status).overdue(Late([1]), "world: recv_bytes #0, from rank 1 with tag 0", 1.0))
+    call = "world: recv_bytes #0, from rank 1 with tag 0"
+    text = str(FailureLog(range(3), 0, status).timeout_error(PendingRanks([1]), call, 1.0))
     assert "ranks [0, 1, 2] wait for one another" in text.split("; "), text
 
 

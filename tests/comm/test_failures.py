@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos.comm.contract import UNMADE
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup, ThreadWorld
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.schedules import ScheduleError, registry
@@ -143,7 +143,7 @@ def test_synchronize_raises_what_failed_at_its_launch(several):
 @on_each_rank(spawn, 2, timeout=60)
 def test_a_timeout_longer_than_clocks_count(comm, /, timeout):
     group = comm.rendezvous.threads
-    mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
+    mine = ThreadControlPlane(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
     with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
         for root in (0, 1):  # who waits is the other one
             patient.broadcast(np.ones(1), root)
@@ -260,14 +260,14 @@ def test_spawn_names_ranks_that_hang(monkeypatch):
 
 def test_a_missing_rank_at_init():
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not arrive within 0.2 s"):
-        kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
+        kos.init("mock", rendezvous=ThreadControlPlane(ThreadGroup(3), 0, 0.2))
 
 
 def test_a_backend_that_cannot_run_here_says_why():
     group = ThreadGroup(1)
     with pytest.raises(BackendUnavailable, match="mpi: the ranks are not processes of an MPI job"):
-        kos.init("mpi", rendezvous=ThreadRendezvous(group, 0))
-    comm = kos.init(rendezvous=ThreadRendezvous(group, 0))
+        kos.init("mpi", rendezvous=ThreadControlPlane(group, 0))
+    comm = kos.init(rendezvous=ThreadControlPlane(group, 0))
     lines = comm.explain().splitlines()
     assert lines[0].split() == ["backend", "usable", "why"]
     assert lines[1].startswith("mpi      no      the ranks are not processes of an MPI job")
@@ -284,7 +284,7 @@ def test_a_device_without_a_backend_for_gpus(backend, error, said):
 
     def ask(rank):
         with pytest.raises(error, match=f"^{said}"):
-            kos.init(backend, rendezvous=ThreadRendezvous(group, rank, TIMEOUT), device=3 if rank else None)
+            kos.init(backend, rendezvous=ThreadControlPlane(group, rank, TIMEOUT), device=3 if rank else None)
 
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
@@ -299,7 +299,7 @@ def test_a_refusal_whose_close_fails_too(monkeypatch):
     monkeypatch.setattr(HostBackend, "close", close)
     monkeypatch.setattr(HostBackend, "abort", lambda backend, reason: ended.append(reason))
     with pytest.raises(BackendUnavailable, match="auto: expected a backend for GPU 3 of rank 0, got none"):
-        kos.init(rendezvous=ThreadRendezvous(ThreadGroup(1), 0), device=3)
+        kos.init(rendezvous=ThreadControlPlane(ThreadGroup(1), 0), device=3)
     assert ended == [UNMADE]
 
 
@@ -309,6 +309,6 @@ def test_ranks_that_request_different_backends():
     def ask(rank):
         message = f"init: rank {rank} requested backend '{names[rank]}', rank {1 - rank} '{names[1 - rank]}'"
         with pytest.raises(RendezvousError, match=f"^{message}$"):
-            kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, TIMEOUT))
+            kos.init(names[rank], rendezvous=ThreadControlPlane(group, rank, TIMEOUT))
 
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]

@@ -218,7 +218,7 @@ def test_whatever_a_launch_depends_on(comm, /):
     x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
     known(comm, x)
     changes = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
-    changes.append((backend.shared.streams, "party", object()))
+    changes.append((backend.shared.streams, "route", object()))
     for where, name, value in changes:
         setattr(where, name, value)
         with by(comm, 0):
@@ -370,7 +370,7 @@ def test_of_two_backends_python_orders_each_turn(peers):
             parts = set()
             for options in ways:
                 known(comm, x, **options)
-                parts.add(comm.backend.order.party.name)
+                parts.add(comm.backend.order.route.name)
             assert parts == {"nccl", "peer"}
             for options in (*ways, *ways):
                 with by(comm, 0):

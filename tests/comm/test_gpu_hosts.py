@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
@@ -34,12 +34,12 @@ def fake(monkeypatch):
         yield fake
 
 
-def nccl(rendezvous: Rendezvous) -> kos.Communicator:
+def nccl(rendezvous: ControlPlane) -> kos.Communicator:
     backend = of_nccl(rendezvous, Comm(Group(1), 0))
     return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
 
 
-def auto(rendezvous: Rendezvous) -> kos.Communicator:
+def auto(rendezvous: ControlPlane) -> kos.Communicator:
     host = HostBackend(rendezvous, TCPTransport if rendezvous.mpi_comm is None else MPITransport)
     backend = of_nccl(rendezvous, Comm(Group(1), 0), host)
     return kos.Communicator(backend, rendezvous, {}, TIMEOUT, host=host)

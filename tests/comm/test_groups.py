@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import nccl_binding
 from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.memory import Array
@@ -30,10 +30,12 @@ def test_ranks_of_several_hosts():
     group = ThreadGroup(5)
 
     def body(rank):
-        with kos.init("mock", rendezvous=ThreadRendezvous(group, rank, 20, host=f"host {rank % 2}")) as comm:
+        with kos.init("mock", rendezvous=ThreadControlPlane(group, rank, 20, host=f"host {rank % 2}")) as comm:
             host = comm.split("host")
-            assert host.local_size == host.size and host.node == list(range(host.size))
-            return comm.node, members(host), host.name
+            assert host.local_size == host.size and host.local_ranks == list(range(host.size))
+            with pytest.warns(FutureWarning, match="local_ranks"):
+                assert comm.node == comm.local_ranks
+            return comm.local_ranks, members(host), host.name
 
     even, odd = ([0, 2, 4], [0, 2, 4], "world.0:host0"), ([1, 3], [1, 3], "world.0:host1")
     assert run_threads(*(lambda rank=rank: body(rank) for rank in range(5))) == [even, odd, even, odd, even]
@@ -117,7 +119,7 @@ def on_nccl(size: int, fn: Callable[[int, Callable[..., kos.Communicator]], Any]
     group = ThreadGroup(size)
 
     def body(rank: int) -> Any:
-        rendezvous = ThreadRendezvous(group, rank, 20)
+        rendezvous = ThreadControlPlane(group, rank, 20)
         return fn(rank, lambda **options: kos.init("nccl", rendezvous=rendezvous, device=0, **options))
 
     return run_threads(*(lambda rank=rank: body(rank) for rank in range(size)))

@@ -19,7 +19,7 @@ import pytest
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.host import tcp_messages
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import InvalidArgument, RankLost
@@ -173,7 +173,7 @@ def _take_part(world: kos.Communicator, call: Callable[[kos.Communicator], Any],
 def _places(backend: str) -> list[Callable[[], Any]]:
     if backend == "mock":
         group = ThreadGroup(2)
-        return [lambda rank=rank: ThreadRendezvous(group, rank, TIMEOUT) for rank in range(2)]
+        return [lambda rank=rank: ThreadControlPlane(group, rank, TIMEOUT) for rank in range(2)]
     port = free_port()
     return [lambda rank=rank: env_rendezvous(TIMEOUT, environment(rank, 2, port)) for rank in range(2)]
 

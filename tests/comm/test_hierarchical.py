@@ -21,7 +21,7 @@ import kos
 from kos import ReduceOp
 from kos.bench import tables as tune
 from kos.comm.compression import FORMATS
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu import hierarchical
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.devices import NETWORK, network_rate, predicted
@@ -71,7 +71,7 @@ class HostRanks(ThreadRanks):
         """Six ranks on two cores take 0.4 s where nothing else runs, and 20 times as long beside other tests."""
         return super().run(fn, timeout)
 
-    def run_bare(self, fn: Callable[[Rendezvous], Any], timeout: float = WAIT) -> list[Any]:
+    def run_bare(self, fn: Callable[[ControlPlane], Any], timeout: float = WAIT) -> list[Any]:
         self.flat = Group(self.size)
         names = self.names
 
@@ -90,7 +90,7 @@ class HostRanks(ThreadRanks):
 
 
 def communicator(
-    rendezvous: Rendezvous, host: HostBackend, flat: Group, timeout: float = WAIT, routes: Any = ALWAYS
+    rendezvous: ControlPlane, host: HostBackend, flat: Group, timeout: float = WAIT, routes: Any = ALWAYS
 ) -> kos.Communicator:
     """That of ``auto`` between hosts; ``routes`` None are those that it predicts."""
     nccl = NCCLBackend(rendezvous, host.engine, 0, Comm(flat, rendezvous.rank))

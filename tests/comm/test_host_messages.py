@@ -33,7 +33,7 @@ def run(kind):
 def assert_nothing_is_left(comm: kos.Communicator) -> None:
     comm.barrier()
     backend: Any = comm.backend
-    if backend.node is not None:
+    if backend.shared is not None:
         assert backend.calls.core.held() == (0, 0, 0)
         return
     for end in backend.transport.peers.values():

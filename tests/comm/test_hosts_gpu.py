@@ -36,8 +36,8 @@ for count in (1, 1000, 1 << 20):
         assert (x.numpy() == comm.size * (comm.size + 1) / 2).all(), (count, deterministic)
 assert comm.all_gather(filled(1, comm.rank)).numpy().ravel().tolist() == list(range(comm.size))
 host = comm.split("host")
-assert (host.all_reduce(filled(1000, comm.rank)).numpy() == sum(comm.node)).all()
-print(comm.rank, comm.node, comm.local_rank, host.world_ranks, comm.probes["peer"].reason, flush=True)
+assert (host.all_reduce(filled(1000, comm.rank)).numpy() == sum(comm.local_ranks)).all()
+print(comm.rank, comm.local_ranks, comm.local_rank, host.world_ranks, comm.probes["peer"].reason, flush=True)
 devices = comm.rendezvous.allgather(str(comm.device).encode())
 gpus = len(kos.cuda.visible_devices())
 assert sorted(map(int, devices)) == sorted(rank % gpus for rank in range(comm.size)), devices

@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import pytest
 
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.hub import DATA, RESULT, is_cut_off, pair, send
 from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, admit_all, drive
 from kos.errors import CollectiveTimeout, KosError, RankLost, RendezvousError
@@ -228,10 +228,10 @@ def test_a_forked_process_does_not_keep_rank_0s_connection_open():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def of_two(timeout: float) -> tuple[TCPRendezvous, Connection]:
+def of_two(timeout: float) -> tuple[TCPControlPlane, Connection]:
     """Rank 1 of two, and the hub's end of its connection."""
     mine, hubs = pair()
-    rendezvous = TCPRendezvous(1, 2, timeout, Network(b"s", "127.0.0.1", "", loopback=True), None)
+    rendezvous = TCPControlPlane(1, 2, timeout, Network(b"s", "127.0.0.1", "", loopback=True), None)
     rendezvous.connection = mine
     return rendezvous, hubs
 
@@ -269,7 +269,7 @@ def test_the_ranks_beside_a_lost_hub_are_looked_for_on_its_host(monkeypatch):
     mine, hubs = pair()
     hubs.close()
     network = Network(b"s", "hub", "10.0.0.2", loopback=False, name="hub")
-    rendezvous = TCPRendezvous(2, 3, 1.0, network, None)
+    rendezvous = TCPControlPlane(2, 3, 1.0, network, None)
     rendezvous.connection, rendezvous._addresses = mine, [("", 1), ("", 2), ("10.0.0.2", 3)]
     with pytest.raises(RankLost, match="rank 0 is gone"):
         rendezvous.allgather(b"")

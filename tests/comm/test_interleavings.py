@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.group import TCPControlPlane
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.control.wire import Network
 from kos.comm.failures import FailureLog
 from kos.comm.host.shared.segment import Segment
@@ -28,7 +28,7 @@ from tests.comm.tcp_ranks import both_ranks, environment, free_port, run_threads
 def shared_memory_ranks() -> Iterator[list[Any]]:
     """The communicators of two ranks that share memory and have no sockets."""
     group = ThreadGroup(2)
-    places = [ThreadRendezvous(group, rank, TIMEOUT) for rank in (0, 1)]
+    places = [ThreadControlPlane(group, rank, TIMEOUT) for rank in (0, 1)]
     made = run_threads(*[partial(shared_only, place) for place in places])
     try:
         yield made
@@ -105,7 +105,7 @@ def test_ends_that_arrive_while_a_call_asks():
 def test_deaths_that_arrive_while_a_call_reads_them():
     interleaving, left = Interleaving("control/notices.py", "control/group.py"), True
     while left:
-        place = TCPRendezvous(1, 4, TIMEOUT, Network(b"", "127.0.0.1", "127.0.0.1", True), None)
+        place = TCPControlPlane(1, 4, TIMEOUT, Network(b"", "127.0.0.1", "127.0.0.1", True), None)
         channel = place.channel
         place.inbox.deaths[2] = "its process ended"
         left = interleaving(

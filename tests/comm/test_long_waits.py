@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.waits import Backoff
 from kos.testing import spawn
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
@@ -40,7 +40,7 @@ def short(monkeypatch):
 
 
 def by_tcp(fn: Callable[[kos.Communicator], None]) -> None:
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous: ControlPlane) -> None:
         with kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT) as comm:
             fn(comm)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.wire import MAX_MESSAGE
 from kos.comm.host.shared.segment import FAILURE_BYTES, PID, STARTED, Segment, started
 from kos.comm.host.shared.status import SharedStatus, fitting
@@ -27,7 +27,7 @@ GROUP = f"group {list(range(MANY))}"
 CALLS = [GROUP, "allocate of " + "x" * 5000, "é" * 5000, "\U0001f600" * 5000, '"\\' * 5000, "x" * 200, ""]
 
 
-class _Many(Rendezvous):
+class _Many(ControlPlane):
     """Rank 0 of ``MANY``, whose other ranks send what it sends."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _Many(Rendezvous):
         self.sent = message
         return [message] * self.size
 
-    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+    def split(self, color: int | None, key: int = 0) -> ControlPlane | None:
         return None
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.errors import CollectiveError, KosError, RankLost, RendezvousError
 from tests.comm.growing import both, known
 from tests.comm.ranks import until
@@ -65,7 +65,7 @@ class Membership(RuleBasedStateMachine):
 
         def make(rank: Rank) -> None:
             number = self.members.index(rank)
-            place: Any = ThreadRendezvous(group, number, TIMEOUT)
+            place: Any = ThreadControlPlane(group, number, TIMEOUT)
             if self.backend == "tcp":
                 place = env_rendezvous(TIMEOUT, environment(number, size, port))
             rank.comm = kos.init(self.backend, rendezvous=place, timeout=TIMEOUT)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
@@ -243,7 +243,7 @@ def test_ranks_that_do_not_join_in_time(fake):
     never.set()
 
 
-class Late(threading.Event):
+class PendingRanks(threading.Event):
     """NCCL connects ranks only once this event is set.  The communicator must then be ended."""
 
     def __init__(self, fake: FakeNCCL) -> None:
@@ -258,12 +258,12 @@ class Late(threading.Event):
 
 @pytest.fixture
 def late(fake):
-    return Late(fake)
+    return PendingRanks(fake)
 
 
 @pytest.fixture
 def alone():
-    return ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+    return ThreadControlPlane(ThreadGroup(1), 0, 20.0)
 
 
 def test_an_nccl_communicator_that_is_ready_after_an_abort_is_not_used(late, alone):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.memory import Windows, exchange_of
 from kos.comm.gpu.nccl import NCCLBackend
@@ -144,7 +144,7 @@ def test_scratch_memory_does_not_grow_with_the_streams(gpu, /, fake):
 def test_no_window_is_allocated_unless_all_ranks_have_joined(fake):
     fake.comm_init_rank_scalable = lambda *arguments: 1 // 0
     fake.mem_alloc = lambda nbytes: pytest.fail("nobody frees it")
-    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    backend = of_nccl(ThreadControlPlane(ThreadGroup(1), 0, 20.0))
     with pytest.raises(ZeroDivisionError):
         backend.allocate(3, np.int32)
 
@@ -332,7 +332,7 @@ def test_a_window_that_is_collected_while_others_are_freed(fake):
         if len(freed) == 1:
             windows.release(3)
 
-    rendezvous = ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+    rendezvous = ThreadControlPlane(ThreadGroup(1), 0, 20.0)
     windows = Windows(rendezvous, 0, free, lambda: len(freed) > 0)
     windows.memories = {number: WindowMemory(number, 1, "window") for number in (1, 2, 3)}
     windows.release(1)
@@ -401,7 +401,7 @@ def test_ranks_share_a_gpu_where_nccl_lets_them(number, setting, may, fake, monk
     """The probe claims the GPU for its rank, unless NCCL 2.30 or newer is configured to share GPUs."""
     fake.get_version = lambda: number
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
-    probe = NCCLBackend.probe(ThreadRendezvous(ThreadGroup(1), 0))
+    probe = NCCLBackend.probe(ThreadControlPlane(ThreadGroup(1), 0))
     assert probe.usable and (probe.claim == "") is may, probe
 
 

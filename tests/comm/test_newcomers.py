@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import making
+from kos.comm import create
 from kos.comm.control.hub import pair
 from kos.comm.control.join import SILENT, parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.control.wire import JOIN, Acceptor, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from tests.comm.growing import both, check, join, known, run
@@ -70,7 +70,7 @@ def test_a_newcomer_that_is_interrupted_waits_no_longer(monkeypatch):
     monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
     with pytest.raises(KeyboardInterrupt):
         join(group.address)
-    assert ThreadRendezvous(group, 0).newcomers() == 0
+    assert ThreadControlPlane(group, 0).newcomers() == 0
 
 
 def healthy_beside(
@@ -239,7 +239,7 @@ def test_a_newcomer_that_was_ready_is_taken():
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
 def test_a_newcomer_stops_while_it_joins(when, impatient, monkeypatch):
     """A healthy newcomer that waits too is taken instead."""
-    make, first = making.communicator, threading.Lock()
+    make, first = create.communicator, threading.Lock()
 
     def stopping(*args, **options):
         if when.startswith("while") and args[2].rank == 2 and first.acquire(blocking=False):

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from kos.comm.control import mpi_job
-from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.hub import CONNECTION_CLOSED
-from kos.comm.control.mpi_rendezvous import MPIRanks
+from kos.comm.control.mpi import MPIRanks
 from kos.comm.control.notices import FORWARD_SECONDS
 from kos.errors import RankLost, RendezvousError
 from tests.comm.ranks import until
@@ -20,7 +20,7 @@ from tests.comm.tcp_ranks import run_ranks
 WAIT = 20.0  # seconds
 
 
-def die(rendezvous: TCPRendezvous) -> None:
+def die(rendezvous: TCPControlPlane) -> None:
     """As the kernel does when the process dies."""
     assert rendezvous.connection is not None
     rendezvous.connection.sock.shutdown(socket.SHUT_RDWR)

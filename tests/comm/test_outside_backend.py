@@ -19,7 +19,7 @@ import pytest
 import kos
 from kos.comm import registry
 from kos.comm.contract import Backend, Probe, lacking
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -69,7 +69,7 @@ def gpus(installed, fake):
 def on_ranks(
     body: Callable[[kos.Communicator], Any], backend: str = "relay", size: int = SIZE, device: int | None = None
 ) -> list[Any]:
-    def rank(rendezvous: ThreadRendezvous) -> Any:
+    def rank(rendezvous: ThreadControlPlane) -> Any:
         with kos.init(backend, rendezvous=rendezvous, timeout=20.0, device=device) as comm:
             return body(comm)
 

@@ -12,7 +12,7 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm import timeouts, tuning
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.engine import PeerEngine
@@ -295,7 +295,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezv
 def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu):
     """It is reported to the other ranks as a loss.  Closing and aborting raise nothing more, on any thread."""
     reported = []
-    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    backend = communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0)).backend
     no_gpu.cu.cuCtxSynchronize = lambda: (Status(700),)
     no_gpu.cu.cuMemGetInfo = lambda: (Status(700), 0, 0)
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
@@ -332,7 +332,7 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu, reported):
 
     Its rank waits for that rank's report, which may be late or missing.
     """
-    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    backend = communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0)).backend
     first = CollectiveTimeout("all_reduce #7: rank 2 did not arrive within 0.3 s")
     reports = iter([None, None, first] if reported else [])
     backend.unwatch()
@@ -413,7 +413,7 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous, /):
 
 
 def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu):
-    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    backend = communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0)).backend
     backend.unwatch()
     shared, nothing = backend.shared, lambda rank: None
     status = Mock(awaited=nothing, failure=nothing, cause=nothing, hosts={})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
@@ -106,7 +106,7 @@ def same(got: np.ndarray, want: np.ndarray, exact: bool) -> None:
 
 
 def reduce_once(
-    rendezvous: Rendezvous, device: int, engine: PeerEngine, launch: KernelConfig, inputs: list[np.ndarray],
+    rendezvous: ControlPlane, device: int, engine: PeerEngine, launch: KernelConfig, inputs: list[np.ndarray],
     ops: list[Any], *, offset: int = 0, in_place: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """This rank's result; guards around the output must stay as they were."""
@@ -144,7 +144,7 @@ def reduce_once(
     return got[inside]
 
 
-def every_reduction(rendezvous: Rendezvous, device: int, launch: KernelConfig, start: int) -> None:
+def every_reduction(rendezvous: ControlPlane, device: int, launch: KernelConfig, start: int) -> None:
     """Every dtype at odd sizes, and every operation, at any place and in place."""
     rng, size = np.random.default_rng(start), rendezvous.size
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
@@ -173,7 +173,7 @@ def test_every_dtype_and_operation(launch):
     on_ranks(every_reduction, 3, launch, seed())
 
 
-def ring_order(rendezvous: Rendezvous, device: int, start: int) -> None:
+def ring_order(rendezvous: ControlPlane, device: int, start: int) -> None:
     """Chunk b is added from rank b on: values for which every order gives another sum."""
     rng = np.random.default_rng(start)
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
@@ -196,7 +196,7 @@ def test_ring_adds_in_ring_order():
     on_ranks(ring_order, 4, seed())
 
 
-def moving(rendezvous: Rendezvous, device: int, start: int, kinds: list[str], turns: int, macros: dict) -> int:
+def moving(rendezvous: ControlPlane, device: int, start: int, kinds: list[str], turns: int, macros: dict) -> int:
     stream = cuda.create_stream(device)
     # CUDA's first cooperative launch on a stream waits for all running kernels of the process.  During the storm these
     # include kernels of other ranks on the same GPU, which wait for this rank: a deadlock.
@@ -225,7 +225,7 @@ def test_epochs_start_over():
     assert on_ranks(moving, 3, seed(), packets, 60, {"RENEW_EPOCH": 20}) == [0] * 3
 
 
-def compressing(rendezvous: Rendezvous, device: int, start: int, form: str, macros: dict) -> int:
+def compressing(rendezvous: ControlPlane, device: int, start: int, form: str, macros: dict) -> int:
     where = {"device": device, "stream": cuda.create_stream(device)}
     return storms.compressed_storm(rendezvous, start, form, ml_dtypes.bfloat16, 30, **where, **macros)
 
@@ -239,7 +239,7 @@ def test_compressed_reductions_back_to_back(size, form, stall):
     assert on_ranks(compressing, size, seed(), form, macros) == [0] * size
 
 
-def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, launch: KernelConfig, how: str) -> str:
+def absent(rendezvous: ControlPlane, device: int, all_ended: threading.Barrier, launch: KernelConfig, how: str) -> str:
     """Rank 1 launches nothing.  ``all_ended`` is no wait that the log knows: it would be followed to its cause."""
     engine = PeerEngine(rendezvous, device, timeout=0.5, staging=1 << 14)
     stream = cuda.create_stream(device)
@@ -294,7 +294,7 @@ def test_abort_ends_a_wait():
     assert "aborted while it waited for rank 1" in messages[0]
 
 
-def barriers(rendezvous: Rendezvous, device: int) -> None:
+def barriers(rendezvous: ControlPlane, device: int) -> None:
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     stream = cuda.create_stream(device)
     run = engine.bind_barrier()

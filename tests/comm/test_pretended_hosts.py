@@ -13,7 +13,7 @@ import pytest
 import kos
 from kos._core import native
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_come_is_named(comm, /):
 def test_what_ranks_share(ranks):
     def body(comm):
         near = ranks.near(comm.rank)
-        assert comm.node == near
+        assert comm.local_ranks == near
         assert (comm.local_rank, comm.local_size) == (near.index(comm.rank), len(near))
         host = comm.split("host")
         assert host.all_gather(np.array(comm.rank)).tolist() == near == host.world_ranks
@@ -241,7 +241,7 @@ except kos.errors.RankLost as error:
 rest = comm.shrink()
 left = rest.all_gather(np.array(me)).tolist()
 assert (rest.all_reduce(np.full(100_000, me)) == sum(left)).all()
-print(*named, left, [left[rank] for rank in rest.node], rest.split("host").world_ranks, flush=True)
+print(*named, left, [left[rank] for rank in rest.local_ranks], rest.split("host").world_ranks, flush=True)
 rest.close()
 if me == 0 and children[1]:
     os.kill(children[1], signal.SIGKILL)
@@ -361,7 +361,7 @@ def test_a_refused_message_does_not_leave_its_sender_waiting(options, tmp_path):
 
 WITHOUT_TCP = """
 import numpy as np, kos
-from kos.comm.control import mpi_rendezvous as mpi, offers
+from kos.comm.control import mpi as mpi, offers
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["KOS_HOST"] = {hosts}[int(rank)]
 offers.loopback_id = lambda: os.environ["KOS_HOST"]
@@ -376,7 +376,7 @@ for group in (comm, *halves):
 try:
     comm.shrink()
 except kos.errors.BackendUnavailable as error:
-    print(comm.rank, halves[0].world_ranks, comm.node, error, flush=True)
+    print(comm.rank, halves[0].world_ranks, comm.local_ranks, error, flush=True)
 for group in (*halves, comm):
     group.barrier()
     group.close()
@@ -412,7 +412,7 @@ def test_wrong_names(kind, case):
     group, port = ThreadGroup(3), free_port()
 
     def body(rank):
-        rendezvous = ThreadRendezvous(group, rank, 20, host=names[rank])
+        rendezvous = ThreadControlPlane(group, rank, 20, host=names[rank])
         if kind == "tcp":
             rendezvous = env_rendezvous(20, environment(rank, 3, port, KOS_HOST=names[rank]))
         with pytest.raises(RendezvousError, match=f"KOS_HOST: {message}") as raised:
@@ -473,7 +473,7 @@ def test_nccl_hostid_is_set_for_a_pretended_host(monkeypatch, given):
         monkeypatch.delenv("NCCL_HOSTID")
     with no_gpu(monkeypatch):
         for host in ("", "a"):
-            rendezvous = ThreadRendezvous(ThreadGroup(1), 0, host=host)
+            rendezvous = ThreadControlPlane(ThreadGroup(1), 0, host=host)
             of_nccl(rendezvous).close()
             expected = rendezvous.host_identity if host else None
             assert os.environ.get("NCCL_HOSTID") == given or expected

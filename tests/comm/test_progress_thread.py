@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.base import ControlPlane
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.errors import RankLost
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import run_ranks, run_threads
@@ -59,7 +59,7 @@ def stops(comm: kos.Communicator) -> None:
     assert not thread._thread.is_alive() and comm.backend.engine.thread is None
 
 
-def check(backend: str, rendezvous: Rendezvous | None) -> None:
+def check(backend: str, rendezvous: ControlPlane | None) -> None:
     comm = kos.init(backend, rendezvous=rendezvous, timeout=TIMEOUT, progress_thread=True)
     moves_alone(comm)
     if comm.size > 1:
@@ -72,7 +72,7 @@ def test_threads(size):
     group = ThreadGroup(size)
 
     def body(rank):
-        check("mock", ThreadRendezvous(group, rank, TIMEOUT))
+        check("mock", ThreadControlPlane(group, rank, TIMEOUT))
 
     results = run_threads(*(lambda rank=rank: body(rank) for rank in range(size)))
     assert results == [None] * size, results
@@ -82,7 +82,9 @@ def pair() -> list[kos.Communicator]:
     """The communicators of two ranks.  The first has a progress thread."""
     group = ThreadGroup(2)
     return run_threads(*(
-        lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, TIMEOUT), progress_thread=rank == 0)
+        lambda rank=rank: kos.init(
+            "mock", rendezvous=ThreadControlPlane(group, rank, TIMEOUT), progress_thread=rank == 0
+        )
         for rank in range(2)
     ))  # fmt: skip
 
@@ -128,10 +130,10 @@ def test_mpi(mpi_world, memory):
 
 PROGRAM = """
 import threading, numpy as np, kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadControlPlane
 group = ThreadGroup(2)
 def rank(number):
-    comms[number] = kos.init("mock", rendezvous=ThreadRendezvous(group, number), progress_thread=True)
+    comms[number] = kos.init("mock", rendezvous=ThreadControlPlane(group, number), progress_thread=True)
 comms = {}
 ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
 [thread.start() for thread in ranks], [thread.join() for thread in ranks]

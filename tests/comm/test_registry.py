@@ -10,8 +10,8 @@ import pytest
 import kos
 from kos.comm import registry
 from kos.comm.contract import Backend, Probe
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.base import ControlPlane
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.testing import spawn
@@ -26,11 +26,11 @@ class Partial(Backend):
     """A class that lacks methods of Backend is refused, and the error names them."""
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         return Probe(True, "a test")
 
 
-def raises(rendezvous: Rendezvous) -> Probe:
+def raises(rendezvous: ControlPlane) -> Probe:
     raise OSError("no such wire")
 
 
@@ -46,7 +46,7 @@ def installed(monkeypatch):
 
 
 def init(backend: str) -> kos.Communicator:
-    return kos.init(backend, rendezvous=ThreadRendezvous(ThreadGroup(1), 0, 5.0))
+    return kos.init(backend, rendezvous=ThreadControlPlane(ThreadGroup(1), 0, 5.0))
 
 
 def test_a_registered_backend_is_one_of_kos():
@@ -135,7 +135,7 @@ def test_a_probe_that_gives_none_is_of_a_backend_that_cannot_be_used(probe, mess
 def test_a_backend_that_another_rank_lacks_is_unusable():
     kos.register_backend("another", Another)
 
-    class Alone(ThreadRendezvous):
+    class Alone(ThreadControlPlane):
         """Rank 0 of two: what rank 1 votes for is made up."""
 
         def allgather(self, data):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.host.shared.segment import share_file
 from kos.cuda import driver
 from kos.errors import KosError, RankLost
@@ -38,7 +38,7 @@ def _maps() -> int:
         return sum("memfd:kos" in line for line in file)
 
 
-class _Failing(Rendezvous):
+class _Failing(ControlPlane):
     """Rank 0 of two, whose exchange ``failing`` fails."""
 
     def __init__(self, failing: int) -> None:
@@ -50,7 +50,7 @@ class _Failing(Rendezvous):
             raise RankLost("rank 1 is gone")
         return [message, message]
 
-    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+    def split(self, color: int | None, key: int = 0) -> ControlPlane | None:
         return None
 
 

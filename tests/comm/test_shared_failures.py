@@ -14,7 +14,7 @@ import pytest
 
 import kos
 from kos.comm.control.identity import process
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.comm.host.shared import Segment
 from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED
@@ -249,7 +249,7 @@ def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last():
     failures = FailureLog([0, 1], 0)
     call = "world: barrier #1 at train.py:6"
     failures.status.last_call = lambda rank: call
-    texts = [str(failures.overdue(Late([1]), f"world: barrier #{number}")) for number in (1, 12)]
+    texts = [str(failures.timeout_error(PendingRanks([1]), f"world: barrier #{number}")) for number in (1, 12)]
     assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import kos
 from kos.comm.contract import CHANGES
-from kos.comm.control.mpi_rendezvous import wait_for_all
-from kos.comm.control.thread_rendezvous import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.control.mpi import wait_for_all
+from kos.comm.control.threads import RANK_THREAD, ThreadControlPlane, ThreadGroup, ThreadWorld
 from kos.comm.failures import FailureLog
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError
@@ -435,7 +435,7 @@ def test_mpi_fails_for_a_rank_that_is_not_in_the_group(mpi_library):
     def create():
         raise Failed
 
-    rendezvous = ThreadRendezvous(ThreadGroup(2), 0, 20.0)
+    rendezvous = ThreadControlPlane(ThreadGroup(2), 0, 20.0)
     rendezvous.threads.world.ends[5] = "its connection was closed"
     with pytest.raises(RankLost, match="rank 5 of world is gone: create: MPI: MPI_ERR_PROC_FAILED") as caught:
         wait_for_all(rendezvous, "create", create)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.order import Order, Streams
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -96,21 +96,21 @@ class Device:
             self._behind.setdefault(place, set()).update(behind)
         return (0,)
 
-    def launched(self, stream: int, party: Any) -> None:
-        """Fail unless the launch comes after all those of other parties of this rank; a party orders its own."""
+    def launched(self, stream: int, route: Any) -> None:
+        """Fail unless the launch comes after all those of other routes of this rank; a route orders its own."""
         with self._lock:
             place, rank = self._asked(stream), threading.get_ident()
             behind = self._behind.setdefault(place, set())
-            if party is not None:
-                behind |= self._last.get((party, place[0]), set())
+            if route is not None:
+                behind |= self._last.get((route, place[0]), set())
             calls = self._calls.setdefault((rank, place[0]), [])
-            others = {call for call, other in calls if party is None or other != party}
+            others = {call for call, other in calls if route is None or other != route}
             missed = others - behind - self.over
             assert not missed, f"call {len(calls)} on stream {stream} does not follow call {missed}"
             call = (rank, place[0], len(calls))
-            calls.append((call, party))
+            calls.append((call, route))
             behind.add(call)
-            self._last[party, place[0]] = set(behind)
+            self._last[route, place[0]] = set(behind)
 
     @contextmanager
     def capturing(self, stream: int) -> Iterator[None]:
@@ -153,7 +153,7 @@ def run(request, monkeypatch):
         with fake_peer.no_gpus(monkeypatch, 1) as fake:
             device.install(fake.cu)
             fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
-            comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+            comm = fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0))
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
         return
     with no_gpu(monkeypatch) as fake:
@@ -319,7 +319,7 @@ def test_few_of_many_streams_are_kept(comm, device, call, /):
 @on_each_rank("run")
 def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, call, /):
     """Otherwise, two kernels of ``peer`` could each hold a part of the GPU, and different parts on different ranks."""
-    other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    other = fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0))
     first, second = (Stream(device, 1000 + k) for k in range(2))
     device.busy.update((1000, 1001))
     for _ in range(3):
@@ -342,11 +342,11 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch, follows
     """
     device, launched = Device(), []
     launching_alone(monkeypatch)
-    device.launched = lambda stream, party: launched.append(stream)
+    device.launched = lambda stream, route: launched.append(stream)
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132) as fake:
         device.install(fake.cu)
         fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
-        comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
+        comms = [fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
         many = [Stream(device, 1000 + k) for k in range(5)]
         device.busy.update(each.handle for each in many)
         table = Launches(((None, KernelConfig("one_shot", 32)),), ((None, KernelConfig("one_shot", 32)),))
@@ -377,8 +377,8 @@ def test_a_serial_party_follows_its_own_work(fake_device, follows):
     for stream in kept:
         held.hold(stream.handle, stream)
     order = Order(held)
-    for party, stream in (("peer", 1000), ("other", 1001), ("other", 1002), ("peer", 1003)):
-        order.enter(party, (stream,), party == "peer")
+    for route, stream in (("peer", 1000), ("other", 1001), ("other", 1002), ("peer", 1003)):
+        order.enter(route, (stream,), route == "peer")
     assert follows == [(1001, 1000), (1002, 1000), (1003, 1001), (1003, 1002), (1003, 1000)]
 
 
@@ -396,7 +396,7 @@ def test_communicators_are_ordered_on_their_gpu(monkeypatch):
     with fake_peer.no_gpus(monkeypatch, 1) as fake:
         contexts.install(fake.cu)
         contexts.stack[0] = 1  # the communicators are on GPU 0
-        comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(2)]
+        comms = [fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0)) for _ in range(2)]
         stream = Stream(Device(), 40)
         for comm in comms:
             reduce(comm, stream, 40, 20_000)  # the second takes more of the GPU, on the same stream
@@ -531,11 +531,11 @@ def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch
 
     launching_alone(monkeypatch)
     with fake_peer.no_gpus(monkeypatch, 1):
-        place = ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+        place = ThreadControlPlane(ThreadGroup(1), 0, 20.0)
         routes = [kind(place, Engine(), 0) for kind in (PeerBackend, Broken)]
         with pytest.raises(MemoryError):
             GPUBackend(place, routes)
-        comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+        comm = fake_peer.communicator(ThreadControlPlane(ThreadGroup(1), 0, 20.0))
         monkeypatch.setattr(ConcurrentKernels, "order", Mock(side_effect=AssertionError("not alone on its GPU")))
         comm.all_reduce(Array.zeros(40, np.float16, 0))
         comm.close()

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import single_rendezvous
-from kos.comm.failures import Late
+from kos.comm.control.threads import single_rendezvous
+from kos.comm.failures import PendingRanks
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import RECENT
 from kos.comm.host.tcp_messages import Peer
@@ -114,7 +114,7 @@ def test_awaited_ranks_are_looked_up_under_the_lock():
             held.append(backend.engine.lock._is_owned())
             if len(held) == 3:
                 asked.set()
-            return Late()
+            return PendingRanks()
 
         backend.late = late
         comm.recv(np.zeros(3), 1, timeout=2 * comm.timeout)

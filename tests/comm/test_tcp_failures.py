@@ -362,7 +362,8 @@ LATE = ("kos.comm.groups.Group", f"{BACKEND}.SharedArrays")
 
 
 @pytest.mark.parametrize(("place", "failing"), [
-    ("kos.comm.host.tcp.TCPTransport.__init__", (1,)), (f"{BACKEND}.CallRing", (0, 1)), (f"{BACKEND}.Node", (1,)),
+    ("kos.comm.host.tcp.TCPTransport.__init__", (1,)), (f"{BACKEND}.FingerprintRing", (0, 1)),
+    (f"{BACKEND}.SharedMemoryTransport", (1,)),
     *((place, (0, 1)) for place in LATE),
 ])  # fmt: skip
 def test_what_was_made_of_a_group_is_freed_at_once_if_the_rest_cannot_be(place, failing, memory):

@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.group import TCPControlPlane
 from kos.errors import BackendUnavailable, RankLost
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
 
 
-def die(rendezvous: TCPRendezvous) -> None:
+def die(rendezvous: TCPControlPlane) -> None:
     """What the others see of a process that is killed."""
     rendezvous.connection.close()
     rendezvous._listener.close()

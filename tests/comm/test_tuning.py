@@ -15,8 +15,8 @@ import pytest
 
 from kos.bench import __main__ as bench
 from kos.bench import tables as tune
-from kos.comm import making, tuning
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm import create, tuning
+from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
@@ -58,7 +58,7 @@ def changed(*path: Any, to: Any) -> dict[str, Any]:
 def tuned(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any] | None) -> None:
     """Let ranks with a GPU find a table with these routes, or none."""
     table = None if routes is None else parse(changed("routes", to=routes), "a test")
-    for module in (making, gpu_backend):
+    for module in (create, gpu_backend):
         monkeypatch.setattr(module, "for_group", lambda rendezvous, device: table)
 
 
@@ -199,7 +199,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]
     group = ThreadGroup(len(devices))
 
     def table(rank: int) -> Table:
-        return tuning.for_group(ThreadRendezvous(group, rank, 10), devices[rank])
+        return tuning.for_group(ThreadControlPlane(group, rank, 10), devices[rank])
 
     with installed(monkeypatch, SimpleNamespace(), gpus):
         return run_threads(*[partial(table, rank) for rank in range(len(devices))])

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.control.threads import ThreadControlPlane
 from kos.errors import RendezvousError
 from tests.comm.ranks import on_threads
 
@@ -14,10 +14,10 @@ MINE = {"kos": "1.0", "Python": "3.11.7", "NumPy": "2.1"}
 
 def init(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, str]) -> list[str]:
     """What ``kos.init`` raised on each rank, if anything; the ranks have these versions instead of ``MINE``."""
-    monkeypatch.setattr("kos.comm.making.versions", lambda: {**MINE, **ranks[int(threading.current_thread().name)]})
+    monkeypatch.setattr("kos.comm.create.versions", lambda: {**MINE, **ranks[int(threading.current_thread().name)]})
     errors = [""] * len(ranks)
 
-    def rank(rendezvous: ThreadRendezvous) -> None:
+    def rank(rendezvous: ThreadControlPlane) -> None:
         threading.current_thread().name = str(rendezvous.rank)
         try:
             kos.init("mock", rendezvous=rendezvous).close()
@@ -36,12 +36,12 @@ def test_versions_of_kos_that_differ_are_refused(monkeypatch):
 @pytest.mark.parametrize("old", [0, 1])
 def test_a_rank_of_a_version_that_says_none_is_refused(monkeypatch, old):
     """The data that it sends for comparison has another shape."""
-    allgather = ThreadRendezvous.allgather
+    allgather = ThreadControlPlane.allgather
 
     def older(self, data):
         return allgather(self, b'["mock", {}]' if self.rank == old and data.startswith(b'{"versions"') else data)
 
-    monkeypatch.setattr(ThreadRendezvous, "allgather", older)
+    monkeypatch.setattr(ThreadControlPlane, "allgather", older)
     for text in init(monkeypatch, {}, {}, {}):
         assert text.startswith("init: expected one version of kos on all ranks, got ")
         assert f"an unknown version on rank {old}" in text and f"1.0 on ranks [{1 - old}, 2]" in text

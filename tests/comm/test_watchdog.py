@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu import watched, works
+from kos.comm.gpu import gpu_health, gpu_work
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
@@ -122,7 +122,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, fake, monke
 
     It is ended if another communicator failed because of the same rank and the GPU stays busy.
     """
-    monkeypatch.setattr(watched, "_HALTED_SECONDS", 0.3)
+    monkeypatch.setattr(gpu_health, "_HALTED_SECONDS", 0.3)
 
     def body(comm, log):
         graphs, bystander = comm.duplicate(), comm.split(comm.rank)  # the second has no other rank
@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /):
 
 def test_a_call_that_waits_behind_one_without_a_mark(fake, monkeypatch):
     """The GPU has not begun the marked call.  It may hang in an earlier collective, which has no mark."""
-    monkeypatch.setattr(works.Mark, "ended", lambda mark: not mark.follows_unmarked)
+    monkeypatch.setattr(gpu_work.Mark, "ended", lambda mark: not mark.follows_unmarked)
     fake.cu.cuEventQuery = lambda event: (Status.CUDA_ERROR_NOT_READY,)
 
     def body(comm, log):

@@ -72,7 +72,7 @@ def groups(comm: kos.Communicator) -> Sequence[kos.Communicator]:
     assert_type(comm.replace(), kos.Communicator)
     assert_type(kos.join(comm.address), kos.Communicator)
     assert_type(comm.newcomers(), int)
-    assert_type(comm.node, list[int])
+    assert_type(comm.local_ranks, list[int])
     assert_type(comm.rank + comm.size + comm.local_rank + comm.local_size, int)
     comm.split("rack")  # type: ignore[call-overload]
     return comm.grid((2, 2))

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kos import _core
-from kos.comm.host.shared.node import DIRECT_BYTES, cpu_vendor
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, STARTED, read_memory, started
+from kos.comm.host.shared.transport import DIRECT_BYTES, cpu_vendor
 from kos.dtypes import DTYPES
 
 OPERATIONS = (

@@ -8,7 +8,7 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
-from kos.comm.gpu.works import PooledEvent
+from kos.comm.gpu.gpu_work import PooledEvent
 from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, OutOfMemory

@@ -1,4 +1,4 @@
-"""Rendezvous: how the ranks of a group find each other and exchange small messages."""
+"""ControlPlane: how the ranks of a group find each other and exchange small messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import platform
 import struct
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from kos.comm import timeouts
 from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.comm.prepared import shortened
 from kos.cuda.devices import process_numa_node
 from kos.errors import (
@@ -54,7 +55,7 @@ class Location(NamedTuple):
         return name if name.startswith("host") else f"host {name}"
 
 
-class Rendezvous(ABC):
+class ControlPlane(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
 
     A backend checks its capabilities and never its type: ``threads`` (the ranks are threads of this process and share
@@ -215,7 +216,7 @@ class Rendezvous(ABC):
         """Every rank's message, in rank order; the group has two ranks or more.  Raises RendezvousError, RankLost."""
 
     @abstractmethod
-    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+    def split(self, color: int | None, key: int = 0) -> ControlPlane | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
 
     def deaths(self) -> dict[int, str]:
@@ -229,7 +230,7 @@ class Rendezvous(ABC):
     def change(
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
-    ) -> Rendezvous:  # fmt: skip
+    ) -> ControlPlane:  # fmt: skip
         """The group of the live ranks, in their order, and of ``newcomers`` after them; all live ranks call it.
 
         ``newcomers`` None: as many as were lost.  ``whole``: raise RankLost if a rank was lost.  ``terms``, of JSON's
@@ -245,7 +246,7 @@ class Rendezvous(ABC):
         """
         return False
 
-    def shrink(self) -> Rendezvous:
+    def shrink(self) -> ControlPlane:
         """The group of the surviving ranks, in their order; all of them call it.  Closes this one."""
         child = self.change("shrink")
         self.close()
@@ -278,8 +279,8 @@ class Rendezvous(ABC):
     ) -> KosError:
         """The error of ``what``, in which those ranks are missing at the timeout."""
         text = timeouts.late(self.failures.names(ranks, several), verb, self.timeout)
-        late = Late(ranks, text, absent=verb == timeouts.ARRIVE)
-        return self.failures.overdue(late, what, None, RendezvousError)
+        late = PendingRanks(ranks, text, absent=verb == timeouts.ARRIVE)
+        return self.failures.timeout_error(late, what, None, RendezvousError)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -408,3 +409,11 @@ def _difference(messages: list[bytes], failures: FailureLog) -> KosError:
 def machine_id() -> str:
     """An identity of this machine, equal for processes exactly if they run on the same one, whatever ``KOS_HOST``."""
     return f"{platform.node()} {boot_id()}".rstrip()
+
+
+def __getattr__(name: str) -> Any:
+    """The old name of ControlPlane, until the next release."""
+    if name == "Rendezvous":
+        warnings.warn("kos.comm.control.base.Rendezvous is now ControlPlane", FutureWarning, stacklevel=2)
+        return ControlPlane
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,16 +22,16 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.arguments import number_in
 from kos.comm.control import listening, mpi_job
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.env import Place, env_rendezvous, job_rendezvous
-from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.identity import claimed, hold, load_secret
 from kos.comm.control.join import call_members
-from kos.comm.control.mpi_rendezvous import rendezvous_of_mpi
+from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.offers import checked_offer, exchange_offer, listen_for, loopback_id, place_by
-from kos.comm.control.thread_rendezvous import RANK_THREAD, THREADS, join_threads, single_rendezvous
-from kos.comm.failures import FailureLog, Late
+from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.errors import InvalidArgument, RendezvousError, ignored, report_without_own_frames
 from kos.launcher import by_variables, launched_place, under_mpirun
 from kos.memory.symmetric import Exchange
@@ -42,7 +42,7 @@ METHODS = ("set", "get", "add", "wait")
 
 def store_rendezvous(
     store: Any, rank: int, size: int, timeout: float = 120.0, world_ranks: Sequence[int] | None = None
-) -> TCPRendezvous:
+) -> TCPControlPlane:
     """The ranks that share ``store``, such as a ``Store`` of torch.distributed.  Collective.
 
     ``store`` is this group's own: its keys have a prefix that no other group uses.  It carries the address of rank 0
@@ -59,12 +59,12 @@ def store_rendezvous(
         listener, offer = _by_store(store, rank, size, timeout)
         if missing := offer.get("missing"):
             text = timeouts.late(failures.names(missing), timeouts.JOIN, timeout)
-            raise failures.overdue(Late(missing, text, absent=True), "rendezvous", None, RendezvousError)
+            raise failures.timeout_error(PendingRanks(missing, text, absent=True), "rendezvous", None, RendezvousError)
         place = place_by(rank, size, "the store", offer)
     return job_rendezvous(place, timeout, listener, failures)
 
 
-def of_process_group(dist: Any, group: Any, timeout: float) -> TCPRendezvous:
+def of_process_group(dist: Any, group: Any, timeout: float) -> TCPControlPlane:
     """The ranks of a process group of ``dist``, the module torch.distributed.  Collective in the group.
 
     Raises InvalidArgument on a rank outside the group.
@@ -102,7 +102,7 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> tuple[socket.
     return listener, offer
 
 
-def rendezvous_by_function(given: Exchange, timeout: float) -> Rendezvous:
+def rendezvous_by_function(given: Exchange, timeout: float) -> ControlPlane:
     """Rank 0 listens at a free port, and sends its address and a secret through ``given``."""
     size = number_in("rendezvous: size", given.size, 1, 1 << 20)
     rank = number_in("rendezvous: rank", given.rank, 0, size - 1)
@@ -126,7 +126,7 @@ def _allgather(given: Exchange, data: bytes) -> list[bytes]:
 
 def default_rendezvous(
     timeout: float, *, by_mpi: bool = False, process_hooks: bool = True, watched: bool = True
-) -> Rendezvous:
+) -> ControlPlane:
     """MPI under mpirun; else the environment if it sets the rank; else a group of one (of MPI if ``by_mpi``).
 
     ``watched``: end the process if MPI_Init takes longer than ``timeout`` seconds.
@@ -153,7 +153,7 @@ def default_rendezvous(
 
 def join_rendezvous(
     address: str, secret: str | bytes | None, hello: dict[str, Any], timeout: float
-) -> tuple[Rendezvous, dict[str, Any]]:
+) -> tuple[ControlPlane, dict[str, Any]]:
     """The group that admits this process at ``address``, and the terms that its leader sends.  ``hello`` is sent first.
 
     Raises RendezvousError.
@@ -169,12 +169,12 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {"address": ("local_rank", "secret"), "s
 """The keys allowed beside ``rank``, ``size`` and this one."""
 
 
-def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
+def rendezvous_of(given: Any, timeout: float) -> ControlPlane:
     """The rendezvous of the ranks of ``given``, whose kinds ``kos.init`` lists.  Collective.
 
     Raises InvalidArgument for anything else, RendezvousError if the ranks do not find each other.
     """
-    if isinstance(given, Rendezvous):
+    if isinstance(given, ControlPlane):
         return given
     listening.check()
     if isinstance(given, Mapping):
@@ -200,7 +200,7 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
     raise InvalidArgument(f"rendezvous: expected {kinds}, got {given!r:.80}")
 
 
-def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
+def _by_place(given: Mapping[str, Any], timeout: float) -> ControlPlane:
     """By ``rank``, ``size``, and a ``store`` or the ``address`` of rank 0 as "host:port"."""
     meeting = "store" if "store" in given else "address"
     keys = ("rank", "size", meeting)

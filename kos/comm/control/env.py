@@ -1,4 +1,4 @@
-"""Rendezvous by environment: ranks that torchrun, Slurm's srun or plain shells started.
+"""ControlPlane by environment: ranks that torchrun, Slurm's srun or plain shells started.
 
 Each rank has ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may have ``LOCAL_RANK``, as in torch.distributed.  Under
 srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` replace the ranks and the size.  Rank 0 listens at MASTER_PORT.  Under
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import publish
 from kos.comm.control.identity import load_secret
 from kos.comm.control.listening import bound
@@ -36,7 +36,7 @@ BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to b
 def job_rendezvous(
     place: Place, timeout: float, listener: socket.socket | None = None, failures: FailureLog | None = None,
     host: str | None = None,
-) -> TCPRendezvous:  # fmt: skip
+) -> TCPControlPlane:  # fmt: skip
     """All ranks of a job, which find rank 0 at the address of their ``place``.  Collective.
 
     ``timeout`` in seconds bounds the start and every later wait.  ``listener``: on rank 0, the socket where it listens
@@ -46,7 +46,7 @@ def job_rendezvous(
     loopback = is_loopback(place.host)
     hub = place.host if loopback or place.rank else "127.0.0.1"
     network = Network(place.secret, hub, bound(), loopback, name=place.host)
-    group = TCPRendezvous(place.rank, place.size, timeout, network, place.local_rank)
+    group = TCPControlPlane(place.rank, place.size, timeout, network, place.local_rank)
     group.is_job, group._failures, group.host = True, failures, host
     if place.size > 1:
         _check_bound(place)
@@ -61,7 +61,7 @@ def job_rendezvous(
     return group
 
 
-def env_rendezvous(timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> TCPRendezvous:
+def env_rendezvous(timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> TCPControlPlane:
     """The ranks named by the environment.  Also raises RendezvousError for variables that are missing or wrong."""
     return job_rendezvous(Place.read(environ), timeout, host=KOS_HOST.get(environ))
 

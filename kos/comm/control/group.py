@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.base import Location, Rendezvous
+from kos.comm.control.base import ControlPlane, Location
 from kos.comm.control.grow import GRACE_SECONDS, TCPChange, publish, to_text
 from kos.comm.control.hub import (
     CLOSE,
@@ -42,15 +42,15 @@ from kos.comm.control.identity import hold, load_secret
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel, Inbox
 from kos.comm.control.peers import connect_all, unreached
-from kos.comm.control.thread_rendezvous import ThreadGroup
+from kos.comm.control.threads import ThreadGroup
 from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, Network, copied, drive, is_loopback
-from kos.comm.failures import Late
+from kos.comm.failures import PendingRanks
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RendezvousError, by_handler, from_record
 from kos.files import allow_files, lack_of_files, lacks_files
 
 
-class TCPRendezvous(Rendezvous):
+class TCPControlPlane(ControlPlane):
     """A group whose ranks are connected to a hub on rank 0.  ``network`` says how ranks reach each other."""
 
     is_job = False  # whether it has all ranks of a job, which may call before rank 0 listens
@@ -130,7 +130,7 @@ class TCPRendezvous(Rendezvous):
                 status.handle_notice(world[rank], kind, what)
             status.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
 
-    def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
+    def split(self, color: int | None, key: int = 0) -> TCPControlPlane | None:
         ranks = self._alike(color, key)
         child = self._unjoined(ranks) if ranks else None
         several, nothing = child is not None and child.size > 1, bytes
@@ -173,7 +173,7 @@ class TCPRendezvous(Rendezvous):
     def change(
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
-    ) -> TCPRendezvous:  # fmt: skip
+    ) -> TCPControlPlane:  # fmt: skip
         with self.waiting(), self._opening():
             return TCPChange(self, call, newcomers, whole, terms, began).run()
 
@@ -232,11 +232,11 @@ class TCPRendezvous(Rendezvous):
 
     def successor(
         self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection], hub: socket.socket | None
-    ) -> TCPRendezvous:
+    ) -> TCPControlPlane:
         """The group of the members of ``plan``.  On its rank 0, ``hub`` is the listener of its hub."""
         members, mine = plan["members"], self.members
         network = replace(self.network, epoch=plan["epoch"], host=mine[self.rank][0])
-        child = TCPRendezvous(rank, len(members), self.timeout, network, self._given_local_rank)
+        child = TCPControlPlane(rank, len(members), self.timeout, network, self._given_local_rank)
         child.family, child.join_secret, child.host = self.family, self.join_secret, self.host
         if plan["call"] == "shrink" and all(tuple(each) in mine for each in members):
             child._failures = self.failures.of([mine.index(tuple(each)) for each in members], rank)
@@ -280,10 +280,10 @@ class TCPRendezvous(Rendezvous):
         except (OSError, RendezvousError) as error:
             raise self.unable(error) from error
 
-    def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
+    def _unjoined(self, ranks: list[int]) -> TCPControlPlane:
         """The group of these ranks, before this rank joins it."""
         rank = ranks.index(self.rank)
-        child = TCPRendezvous(rank, len(ranks), self.timeout, self.network, self._given_local_rank)
+        child = TCPControlPlane(rank, len(ranks), self.timeout, self.network, self._given_local_rank)
         child._failures, child.host = self.failures.of(ranks, rank), self.host
         return child
 
@@ -402,7 +402,7 @@ class TCPRendezvous(Rendezvous):
             if time.monotonic() >= deadline:
                 me, hub = (self.failures.names([rank], False) for rank in (self.rank, 0))
                 silent = timeouts.unreached(me, hub, self.timeout, problem)
-                raise self.failures.overdue(Late([0], silent), "rendezvous", None, RendezvousError)
+                raise self.failures.timeout_error(PendingRanks([0], silent), "rendezvous", None, RendezvousError)
             time.sleep(pause)
             greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
 
@@ -475,7 +475,8 @@ class TCPRendezvous(Rendezvous):
         if not ranks:
             return RendezvousError(why)
         names = (named := self.failures.names(ranks)) + f" of {self.size}" * named.endswith("]")
-        return self.failures.overdue(Late(ranks, f"{names} {why}", absent=True), "rendezvous", None, RendezvousError)
+        pending = PendingRanks(ranks, f"{names} {why}", absent=True)
+        return self.failures.timeout_error(pending, "rendezvous", None, RendezvousError)
 
     @property
     def local_rank(self) -> int:

@@ -1,6 +1,6 @@
 """Changes of the membership of a group: ``shrink``, ``grow`` and ``replace`` all use the rules in this file.
 
-Ranks that are threads apply the rules to memory that they share (``thread_rendezvous.py``).  Others use this protocol:
+Ranks that are threads apply the rules to memory that they share (``threads.py``).  Others use this protocol:
 
 A *view* is what a rank knows of the membership: the epoch, and the address at which each member listens.
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, as_address
 from kos.comm.control.listening import bound
 from kos.comm.control.newcomers import Address, place_name, send_message
@@ -39,7 +39,7 @@ Answer = tuple[Connection, dict[str, Any]]
 
 def call_members(
     address: str, secret: bytes, hello: dict[str, Any], timeout: float
-) -> tuple[TCPRendezvous, dict[str, Any]]:
+) -> tuple[TCPControlPlane, dict[str, Any]]:
     """The group that admits this process, at the ``address`` of its members, and the terms that its leader sends.
 
     Raises RendezvousError if the members refuse this process, or none admits it within ``timeout`` seconds.
@@ -57,7 +57,7 @@ def call_members(
             plan, rank, host = answer["plan"], answer["rank"], answer["plan"]["members"][answer["rank"]][0]
             known = connection.mask(bytes.fromhex(answer["secret"]), sent=False)
             network = Network(known, host, host, is_loopback(host), plan["epoch"], host)
-            group = TCPRendezvous(rank, len(plan["members"]), plan["timeout"], network, None)
+            group = TCPControlPlane(rank, len(plan["members"]), plan["timeout"], network, None)
             group.family, group.join_secret, group.host = plan["family"], secret, KOS_HOST.get()
             assert calls.listener is not None
             try:

@@ -106,7 +106,7 @@ _tokens = itertools.count()
 
 
 class Channel:
-    """The notices of ``group``, a TCPRendezvous.  It is a reporter of the group's failure log.
+    """The notices of ``group``, a TCPControlPlane.  It is a reporter of the group's failure log.
 
     The failures and ends that other ranks report are recorded as soon as a thread reads them.
     """

@@ -22,7 +22,7 @@ _REPORT_SECONDS = 5.0
 def connect_all(
     group: Any, addresses: Sequence[tuple[str, int]], listener: socket.socket, purpose: bytes
 ) -> dict[int, Connection]:
-    """The connections to all other ranks of a ``TCPRendezvous``, which listen at ``addresses``.
+    """The connections to all other ranks of a ``TCPControlPlane``, which listen at ``addresses``.
 
     Raises OSError if this rank lacks file descriptors; RendezvousError, and RankLost if a rank has ended.
     """

@@ -24,16 +24,16 @@ from typing import Any, ClassVar
 
 from kos.comm import watchdog
 from kos.comm.contract import UNMADE, Backend, messages_of
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
+from kos.comm.gpu.gpu_health import WatchedBackend
+from kos.comm.gpu.gpu_work import DeviceWork, PooledEvent, free_finished
 from kos.comm.gpu.memory import exchange_of
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import PHASES, Choices, single_rank_plan
-from kos.comm.gpu.watched import WatchedBackend
-from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared, without_memory
@@ -56,7 +56,7 @@ class GPUBackend(WatchedBackend):
     work: ClassVar[type[Work[Any]]] = DeviceWork
 
     def __init__(
-        self, rendezvous: Rendezvous, routes: Sequence[Backend], host: HostBackend | None = None
+        self, rendezvous: ControlPlane, routes: Sequence[Backend], host: HostBackend | None = None
     ) -> None:
         """``routes`` belong to this group and GPU.  If this raises, the caller aborts them.  Collective.
 
@@ -91,7 +91,7 @@ class GPUBackend(WatchedBackend):
             route.set_timeout(seconds)
 
     def split(
-        self, rendezvous: Rendezvous | None, color: int | None, key: int, host: HostBackend | None
+        self, rendezvous: ControlPlane | None, color: int | None, key: int, host: HostBackend | None
     ) -> GPUBackend | None:
         """The backend of a group of these ranks, beside its ``host``.  None without a ``rendezvous``.
 
@@ -162,7 +162,7 @@ class GPUBackend(WatchedBackend):
         if not uncaptured and windows.memories:  # else it runs only outside of graphs
             plan = replace(plan, memories=windows.under([x.pointer for x in (o.send, o.recv) if x]))
         prepared = Prepared(o, self, self.launch, plan, route)
-        prepared.fixed = fixed
+        prepared.capture_invariant = fixed
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
     def compare_host_calls(self, prepared: Prepared) -> Prepared:
@@ -194,7 +194,7 @@ class GPUBackend(WatchedBackend):
         calls = EagerCalls(self.shared.calls.core, self.shared, self)
         return (calls.core, calls) if calls.core_reads_arrays() else (None, None)
 
-    def party(self, prepared: Prepared) -> Any:
+    def ordered_route(self, prepared: Prepared) -> Any:
         """The route of a call, if the call must be ordered among those of other routes; None if not, as for a copy."""
         return None if self.order is None or not prepared.plan.waits else prepared.route
 
@@ -204,10 +204,10 @@ class GPUBackend(WatchedBackend):
         """Raise InvalidArgument if a call would follow one whose stream is being captured.  The call gets no number."""
         for each in works if self.order is not None and self.failures.first is None else ():
             prepared, route = each.prepared, each.prepared.route
-            if prepared.backend is not self or self.party(prepared) is None or self._may_follow(each):
+            if prepared.backend is not self or self.ordered_route(prepared) is None or self._may_follow(each):
                 continue
             with suppress(CudaError):  # which ends the communicator when the call starts
-                stream = each.stream if prepared.waits else self.side
+                stream = each.stream if prepared.blocking else self.side
                 self.order.check(route, stream, capture_of(each.stream), route.serial)
 
     def launch(self, work: Work[Any]) -> None:
@@ -223,8 +223,8 @@ class GPUBackend(WatchedBackend):
                 if sequence >= core.compare_at:
                     shared.confirm()
             elif not prepared.collective:
-                self._message_streams.add(work.stream if prepared.waits else self.side)
-            if not prepared.waits:
+                self._message_streams.add(work.stream if prepared.blocking else self.side)
+            if not prepared.blocking:
                 self._start_overlapped((work,))
             elif self._may_follow(work):
                 self._start(prepared.route, prepared.plan, work.stream, work.send, work.recv)
@@ -237,10 +237,10 @@ class GPUBackend(WatchedBackend):
     def _may_follow(self, work: Work[Any]) -> bool:
         """Whether the call is on the stream of the last call, and may follow that without a new order."""
         held = self.shared.streams
-        if work.queue is not held.current or (party := self.party(work.prepared)) is not held.party:
+        if work.stream_owner is not held.current or (route := self.ordered_route(work.prepared)) is not held.route:
             return False
         # A kernel on a default stream goes to the current device.
-        return party is None or work.stream > PER_THREAD or not party.serial or driver.is_current(self.device)
+        return route is None or work.stream > PER_THREAD or not route.serial or driver.is_current(self.device)
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
         self.shared.announce_on_host(work)
@@ -323,17 +323,17 @@ class GPUBackend(WatchedBackend):
         with driver.on_device(self.device):  # the legacy stream belongs to the current device
             several = {each.stream for each in works} if len(works) > 1 else ()
             for each in works:
-                held.hold(each.stream, each.queue, several)
+                held.hold(each.stream, each.stream_owner, several)
             alone = all(each.stream == first.stream for each in works)
             self._queue_marked(works, first.stream if alone else None)
-            order, party = self.order, self.party(first.prepared)
-            kept = alone and held.keepers.get(first.stream, 0) is first.queue and held.is_kept(first.stream)
-            held.current, held.party = held.NONE, party
+            order, route = self.order, self.ordered_route(first.prepared)
+            kept = alone and held.owners.get(first.stream, 0) is first.stream_owner and held.is_kept(first.stream)
+            held.current, held.route = held.NONE, route
             # Nothing is called from here on, since another thread or a finalizer could make a call meanwhile.
-            if kept and (order is None or party is None or (order.party is party and order.stream == first.stream)):
-                held.current = first.queue
+            if kept and (order is None or route is None or (order.route is route and order.stream == first.stream)):
+                held.current = first.stream_owner
             for each in works:
-                if type(each.queue) is int:  # nothing keeps the stream alive: record the end of the call
+                if type(each.stream_owner) is int:  # nothing keeps the stream alive: record the end of the call
                     held.mark(each.stream)
                 self._hold_array(each)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.tuning import Route, Table, key, machine, of_rank_0, read, user_path
 from kos.cuda import driver
@@ -35,7 +35,7 @@ def check_float8(what: str, kind: DType | str, device: int) -> None:
         raise InvalidArgument(f"{what}: expected a GPU of compute capability 8.9 for {kind}, got {info.name}")
 
 
-def device_of(rendezvous: Rendezvous) -> DeviceInfo:
+def device_of(rendezvous: ControlPlane) -> DeviceInfo:
     """The GPU of this rank: the one that it was given, else by its place among the ranks of the machine.
 
     Where other ranks were given GPUs, as the members of a group have them when newcomers join, it is one that the
@@ -119,7 +119,7 @@ def predicted(hosts: int, local: int, network: float, links: float) -> dict[str,
     return routes
 
 
-def table_between(rendezvous: Rendezvous, device: int, hosts: int) -> Table:
+def table_between(rendezvous: ControlPlane, device: int, hosts: int) -> Table:
     """The table of rank 0 for these hosts, measured by the user or predicted.  Collective."""
 
     def choose() -> Table:

@@ -2,7 +2,7 @@
 
 The core can repeat a call that Python has made, under two conditions.  The call has queued only launches on the stream
 of its arrays, and nothing on which these launches depend has changed.  For example, the last call must have had the
-same stream and route (``Streams.current``, ``party``).  Code that ends this state, such as the watchdog, sets
+same stream and route (``Streams.current``, ``route``).  Code that ends this state, such as the watchdog, sets
 ``current`` to ``Streams.NONE``.
 """
 
@@ -59,8 +59,8 @@ class EagerCalls:
         prepared = work.prepared
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
-        self._limit_streams([work.queue, *streams])
-        starts = prepared.backend is self._backend and prepared.waits
+        self._limit_streams([work.stream_owner, *streams])
+        starts = prepared.backend is self._backend and prepared.blocking
         starts = starts and (x < 0 or bool(work.send)) and (out < 0 or bool(work.recv))
         call, guards = self._with_launches(work, overlap) if starts else (None, None)
         return call, x, out, guards
@@ -78,7 +78,7 @@ class EagerCalls:
 
         Both are None if the core cannot make the launches, or if nothing keeps the stream alive.
         """
-        prepared, stream, owner = work.prepared, work.stream, work.queue
+        prepared, stream, owner = work.prepared, work.stream, work.stream_owner
         o, route = prepared.operation, prepared.route
         if o.options.purpose or work.convert is not None or (type(owner) is int and stream > LEGACY):
             return None, None
@@ -92,15 +92,15 @@ class EagerCalls:
         handle = owner.__cuda_stream__() if owner is not None and may_close(owner) else None
         needs_context = any(stream <= each.context_up_to for each in launches)
         context = int(driver.primary_context(prepared.backend.device)) if needs_context else 0
-        in_graph_alike = prepared.fixed and not plan.memories and len(launches) == 1
+        in_graph_alike = prepared.capture_invariant and not plan.memories and len(launches) == 1
         asks = launches and stream > LEGACY and not in_graph_alike
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
         numbers = len(launches), prepared.fingerprint, stream, route.failed_word, *room, context, current, captured
         distance, *nbytes = overlap
         packed = struct.pack("=13Q", *numbers, *nbytes, distance) + b"".join(map(pack, launches))
-        party = prepared.backend.party(prepared)
-        guards = self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared
+        route = prepared.backend.ordered_route(prepared)
+        guards = self._shared.streams, owner, route, handle, launches, prepared.backend, self._shared
         return bytearray(native.PLAN_AT) + packed, guards
 
     def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:

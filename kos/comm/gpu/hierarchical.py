@@ -27,7 +27,7 @@ from typing import Any
 
 from kos.comm.compression import shards
 from kos.comm.contract import UNMADE, Backend, Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.compressed import bind_feed_back
 from kos.comm.gpu.devices import table_between
 from kos.comm.gpu.nccl import NCCLBackend
@@ -61,7 +61,7 @@ class Phases:
         self._sent, self._received = self._like.count, o.recv.count
         self._scratch = 0  # elements
         self._plans: list[tuple[Backend, Plan, int, int, int, int]] = []  # array and offset read, those written
-        self.lasting = True
+        self.cacheable = True
         getattr(self, f"_{o.name}")()
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
@@ -146,7 +146,7 @@ class Phases:
         form = self._o.options.compress if reduction is not None and part is self._rail else ""
         options = Options(timeout=self._o.options.timeout, compress=form)
         plan = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
-        self.lasting &= plan.lasting
+        self.cacheable &= plan.cacheable
         itemsize, (array, start, _) = self._like.dtype.itemsize, send or recv
         self._plans.append((part, plan, array, start * itemsize, recv[0], recv[1] * itemsize))
 
@@ -179,19 +179,19 @@ class HierarchicalBackend(Backend):
     rail: NCCLBackend | None = None
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         return Probe(rendezvous.local_size < rendezvous.size, "phases between hosts")
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine, device: int | None = None) -> None:
         super().__init__(rendezvous, engine, device)
         self._parts: tuple[Backend, ...] = ()
-        self._groups: tuple[Rendezvous, ...] = ()
+        self._groups: tuple[ControlPlane, ...] = ()
         try:
             self._divide(rendezvous)
         except BackendUnavailable as error:  # on all ranks
             self.reason = str(error)  # the hosts of the phases, or why there are none
 
-    def _divide(self, rendezvous: Rendezvous) -> None:
+    def _divide(self, rendezvous: ControlPlane) -> None:
         """Make ``node`` and ``rail``.  Raises BackendUnavailable on all ranks if a host cannot take part in phases."""
         hosts = hosts_of(rendezvous)
         mine, place = divmod(self.rank, len(hosts[0]))
@@ -260,7 +260,7 @@ class HierarchicalBackend(Backend):
         if not buffer.count:
             return Plan((), PHASES)
         phases = Phases(self.backend, self.node, self.rail, o)
-        return Plan((phases,), PHASES, lasting=phases.lasting)
+        return Plan((phases,), PHASES, cacheable=phases.cacheable)
 
     def entered(self, stream: int) -> None:
         for part in self._parts:
@@ -287,7 +287,7 @@ class HierarchicalBackend(Backend):
     def kernel_waits(self) -> list[int]:
         return [] if self.node is None else [self._local[rank] for rank in self.node.kernel_waits()]
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
+    def split(self, rendezvous: ControlPlane | None, color: int | None, key: int) -> Callable[..., Backend] | None:
         return None if rendezvous is None or rendezvous.local_size == rendezvous.size else HierarchicalBackend
 
     def abort(self, reason: str) -> str:
@@ -309,7 +309,7 @@ class HierarchicalBackend(Backend):
                 rest.callback(part.close, begun)
 
 
-def hosts_of(rendezvous: Rendezvous) -> list[list[int]]:
+def hosts_of(rendezvous: ControlPlane) -> list[list[int]]:
     """The ranks of each host; raises BackendUnavailable, on all ranks, if phases cannot run on them.  Collective."""
     local = [json.loads(each) for each in rendezvous.allgather(json.dumps(rendezvous.local_ranks).encode())]
     size, hosts = len(local[0]), sorted(ranks for rank, ranks in enumerate(local) if rank == ranks[0])

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from kos.comm.contract import Backend, Piece
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.operation import Operation
 from kos.comm.operations import OPERATIONS, PARTS
 from kos.cuda import driver
@@ -153,7 +153,7 @@ class Windows:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, device: int, free: Callable[[WindowMemory], None], ended: Callable[[], bool]
+        self, rendezvous: ControlPlane, device: int, free: Callable[[WindowMemory], None], ended: Callable[[], bool]
     ) -> None:
         self._rendezvous, self._device, self._free, self._ended = rendezvous, device, free, ended
         self.memories: dict[int, WindowMemory] = {}

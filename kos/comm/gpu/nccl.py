@@ -28,14 +28,14 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.contract import Backend, Message, Piece, Probe, messages_of
-from kos.comm.control.base import Rendezvous
-from kos.comm.failures import EndedEarly, Late
+from kos.comm.control.base import ControlPlane
+from kos.comm.failures import EndedEarly, PendingRanks
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.gpu_work import unstarted
 from kos.comm.gpu.memory import Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, launch_of, launches_in_group
 from kos.comm.gpu.nccl_staging import MESSAGES, as_messages, stage, windows_of
-from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.waits import start_in_thread, wait_at_exit
@@ -67,7 +67,7 @@ class NCCLBackend(Backend):
     sets_device, by_capture = True, MESSAGES
     device: int
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None, comm: Any = None) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine, device: int | None = None, comm: Any = None) -> None:
         """``comm`` is an NCCL communicator for this group, if there is one already."""
         super().__init__(rendezvous, engine, device)
         self._nccl = binding.library()
@@ -81,7 +81,7 @@ class NCCLBackend(Backend):
         self._part = 1  # of staging memory, for the next exchange
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         try:
             device = device_of(rendezvous)
             about = f"NCCL {binding.version()} on {device.name}"
@@ -92,7 +92,7 @@ class NCCLBackend(Backend):
         claim = f"GPU {device.uuid} {rendezvous.pretended_host}".rstrip()  # NCCL allows it to ranks of several hosts
         return Probe(True, about, claim="" if binding.ranks_may_share_a_gpu() else claim)
 
-    def _join(self, rendezvous: Rendezvous) -> Future[Any]:
+    def _join(self, rendezvous: ControlPlane) -> Future[Any]:
         """Begin to create the communicator of all ranks, on a thread because it takes seconds."""
         if rendezvous.pretended_host:  # NCCL reads it once, when it makes its first communicator
             os.environ.setdefault("NCCL_HOSTID", rendezvous.host_identity)
@@ -155,7 +155,7 @@ class NCCLBackend(Backend):
         last = backend.shared.last or unstarted(what, backend)
         if late:
             known = backend.late(last)
-            raise self.failures.overdue(Late(known.ranks or known.others, absent=known.absent), text)
+            raise self.failures.timeout_error(PendingRanks(known.ranks or known.others, absent=known.absent), text)
         self.failures.show_wait(backend.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
@@ -178,7 +178,7 @@ class NCCLBackend(Backend):
                 named = self.backend.shared.cause(unstarted(what, self.backend), named)
             raise named from error
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
+    def split(self, rendezvous: ControlPlane | None, color: int | None, key: int) -> Callable[..., Backend] | None:
         comm = self._comm
         if self.backend.messages_queued:  # NCCL splits no communicator that has operations in flight
             return None if rendezvous is None else type(self)
@@ -323,7 +323,7 @@ class NCCLBackend(Backend):
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{sent} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
         name = windows_of(o, self._windows, how) if self._windows.memories else None
-        return replace(plan, name=name, lasting=connected, about=None if connected else kind)
+        return replace(plan, name=name, cacheable=connected, about=None if connected else kind)
 
     def start(self, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a plan.  At the first of its kind NCCL may connect to the other ranks, and wait for them."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.notices import Channel
-from kos.comm.failures import EndedEarly, FailureLog, Late
+from kos.comm.failures import EndedEarly, FailureLog, PendingRanks
 from kos.comm.gpu.order import Streams
 from kos.comm.host.host_backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import CallRing, open_segment
+from kos.comm.host.shared import FingerprintRing, open_segment
 from kos.comm.prepared import Prepared, described
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
@@ -38,12 +38,12 @@ class CommState:
 
     __slots__ = ("__dict__", "__weakref__", "last")  # the core writes it
 
-    def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: HostBackend | None) -> None:
+    def __init__(self, rendezvous: ControlPlane, failures: FailureLog, backend: Any, host: HostBackend | None) -> None:
         self.failures = failures
         self._backend = backend
         self.streams = Streams(backend.device)
         self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
-        self.calls: CallRing | None = None
+        self.calls: FingerprintRing | None = None
         self.segment: str  # how calls are compared, or why they are not
         self.last: Work[Any] | None = None  # the last collective
         self.ended = False
@@ -58,7 +58,7 @@ class CommState:
         else:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
-                self.calls, self._owns_calls = CallRing(segment, failures), True
+                self.calls, self._owns_calls = FingerprintRing(segment, failures), True
                 at_exit(self)
         if self.calls is not None:
             self.calls.core.compare_at = _UNCONFIRMED  # the collective at which calls are compared again
@@ -143,7 +143,7 @@ class CommState:
         """The ranks of this host that have not begun ``work``."""
         return calls.missing(work) if (calls := self.calls) is not None and work.collective else []
 
-    def late(self, work: Work[Any], words: str | None) -> Late:
+    def late(self, work: Work[Any], words: str | None) -> PendingRanks:
         """The ranks that ``work``, or what is queued with it, waits for, as far as known."""
         message, me, missing = work.operation.message, self.failures.rank, self.missing(work)
         others = [rank for rank in range(len(self.failures.world)) if rank != me]
@@ -155,11 +155,11 @@ class CommState:
         )
         if ranks:
             arrived = others if self.calls is not None and work.collective else []
-            return Late(ranks, arrived=[rank for rank in arrived if rank not in missing], absent=bool(missing))
+            return PendingRanks(ranks, arrived=[rank for rank in arrived if rank not in missing], absent=bool(missing))
         # Those that other communicators of this GPU wait for: kernels run one after another.
         queued = list(self.failures.status.queued.items())
         elsewhere = sorted({rank for backend, each in queued if backend is not self._backend for rank in each})
-        return Late((), words, elsewhere=elsewhere, others=others)
+        return PendingRanks((), words, elsewhere=elsewhere, others=others)
 
     # What the watchdog looks at.
 
@@ -205,7 +205,7 @@ class CommState:
         if self._seen[0] != o.sequence:
             self._seen = o.sequence, now
         elif timeout is not None and now - self._seen[1] > timeout and self.missing(o):
-            raise self.failures.overdue(self.late(o, None), o, timeout)
+            raise self.failures.timeout_error(self.late(o, None), o, timeout)
 
     # The cause of a failure.
 
@@ -256,7 +256,7 @@ class CommState:
         known = [rank for rank in others if status.halted(rank) or status.cause(rank) is not None]
         waited = [rank for rank in error.ranks if rank in known or status.awaited(rank) is not None]
         if late := [world.index(rank) for rank in waited or known]:
-            return self.failures.overdue(Late(late), error)
+            return self.failures.timeout_error(PendingRanks(late), error)
         return error.unexplained(str(error))
 
     # The end.
@@ -264,7 +264,7 @@ class CommState:
     def post_end(self, reason: str) -> None:
         """Before an abort: the other ranks may wait for any of what this one has queued."""
         if self.calls is not None:
-            waits = self.streams.keepers and self.calls.failure() is None
+            waits = self.streams.owners and self.calls.failure() is None
             cause = self.failures.cause()
             first = 0 if waits else self.calls.begun
             self.calls.report_end(first, reason, cause)

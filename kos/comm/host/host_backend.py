@@ -1,6 +1,6 @@
-"""HostBackend: runs the operations of a group on host memory, over a transport and through a node.
+"""HostBackend: runs the operations of a group on host memory, over a transport and through shared memory.
 
-The **transport** moves messages between any two ranks (``kos.comm.transport``).  The **node** is the shared memory of
+The **transport** moves messages between any two ranks (``kos.comm.transport``).  The **shared** is the shared memory of
 this rank's host.  If all ranks are there, it runs their operations in the compiled core; else it carries the messages
 of collectives within the host.  Ranks that share memory compare their calls in it, and detect missing and dead ranks.
 Between hosts the transport compares calls and reports failures.
@@ -20,9 +20,16 @@ import numpy as np
 from kos._core import native
 from kos.comm import timeouts
 from kos.comm.contract import UNMADE, Backend
-from kos.comm.control.base import Rendezvous
-from kos.comm.failures import Late
-from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
+from kos.comm.control.base import ControlPlane
+from kos.comm.failures import PendingRanks
+from kos.comm.host.shared import (
+    FingerprintRing,
+    Segment,
+    SharedArrays,
+    SharedMemoryTransport,
+    await_transports,
+    open_segment,
+)
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, Store, refuse, without_memory
@@ -56,7 +63,7 @@ class HostBackend:
     """What traces the launch of each operation of a batch."""
 
     def __init__(
-        self, rendezvous: Rendezvous, make: Callable[[Rendezvous, Engine], Backend], engine: Engine | None = None
+        self, rendezvous: ControlPlane, make: Callable[[ControlPlane, Engine], Backend], engine: Engine | None = None
     ) -> None:
         self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
         self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
@@ -65,11 +72,11 @@ class HostBackend:
         self.name = self.transport.name
         self._segment: Segment | None = None
         self.shared_memory = "a group of one"  # the segment's description, or why none is shared
-        self.calls: CallRing | None = None
+        self.calls: FingerprintRing | None = None
         """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         self.fingerprints = Fingerprints() if self.transport.processes else None  # None: this rank compares no calls
-        self._host_node: Node | None = None  # the shared memory of this host
-        self.node: Node | None = None  # the same, if all ranks are on this host: it runs the calls
+        self._shared_memory: SharedMemoryTransport | None = None  # the shared memory of this host
+        self.shared: SharedMemoryTransport | None = None  # the same, if all ranks are on this host: it runs the calls
         self.arrays: SharedArrays | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._aborting = False
@@ -85,30 +92,30 @@ class HostBackend:
             if self._segment is not None:
                 self._segment.close()
             raise
-        self.scheduled = ScheduledCalls(self.transport, self._host_node)
-        if self.node is not None:
-            self.node.waiting = self.scheduled.matching.waiting
+        self.scheduled = ScheduledCalls(self.transport, self._shared_memory)
+        if self.shared is not None:
+            self.shared.waiting = self.scheduled.matching.waiting
         if self.transport.processes:
             at_exit(self)
 
-    def _share_memory(self, rendezvous: Rendezvous) -> None:
+    def _share_memory(self, rendezvous: ControlPlane) -> None:
         """Open what the ranks of this host share.  Collective."""
         if self.size > 1 and self.transport.processes:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
-            self.calls = self.fingerprints = CallRing(self._segment, self.failures)
+            self.calls = self.fingerprints = FingerprintRing(self._segment, self.failures)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
-            self._host_node = node = Node(self.calls, self.engine, rendezvous)
-            self.node = node if self.one_host else None
-            if not node.one_copy:
+            self._shared_memory = shared = SharedMemoryTransport(self.calls, self.engine, rendezvous)
+            self.shared = shared if self.one_host else None
+            if not shared.one_copy:
                 self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
         elif self.size > 1 and self.transport.processes:
-            await_nodes(rendezvous)
+            await_transports(rendezvous)
         if rendezvous.local_size == self.size:
             self.arrays = SharedArrays(rendezvous)
 
-    def split(self, rendezvous: Rendezvous) -> HostBackend:
+    def split(self, rendezvous: ControlPlane) -> HostBackend:
         """The backend of a group of these ranks.  Waiting for its operations also advances those of this backend."""
         made = HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
         made.gpu_array_hint = self.gpu_array_hint
@@ -116,7 +123,7 @@ class HostBackend:
 
     def core_calls(self) -> tuple[Any, Any]:
         """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
-        return (None, None) if self.calls is None else (self.calls.core, self._host_node)
+        return (None, None) if self.calls is None else (self.calls.core, self._shared_memory)
 
     @property
     def shares_memory(self) -> bool:
@@ -160,7 +167,7 @@ class HostBackend:
 
         Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
         """
-        inside = self._host_node is not None and bool(self._host_node.active)
+        inside = self._shared_memory is not None and bool(self._shared_memory.active)
         if self.scheduled.arriving or len(self.engine.active) != 1 or (inside and not polled):
             return False
         return self.transport.sleep(0.001 if inside else seconds)
@@ -178,14 +185,14 @@ class HostBackend:
         prepared = Prepared(without_memory(o), self, self.scheduled.start)
         if self.fingerprints is not None:
             self.fingerprints.add(prepared)
-        if (node := self.node) is not None:
-            node.bind(prepared)
+        if (shared := self.shared) is not None:
+            shared.bind(prepared)
         return prepared
 
     @property
     def has_envelopes(self) -> bool:
         """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
-        return self.node is not None or type(self.transport).arrived is not Backend.arrived
+        return self.shared is not None or type(self.transport).arrived is not Backend.arrived
 
     def poll_message(self, src: int, tag: int) -> Envelope | None:
         """The envelope of the next message from ``src``, a rank or ANY, None if none has arrived; raises failures."""
@@ -201,15 +208,15 @@ class HostBackend:
         """The steps of ``work``, which the core has begun; None if it is complete."""
         with self.engine.lock:
             self.engine.remove(work)  # the core waits for it alone
-            node, left, steps = self.node, work.core_work, work.steps
+            shared, left, steps = self.shared, work.core_work, work.steps
         if steps is not None or left is None:  # another thread has advanced it meanwhile
             return steps
-        return raising(self._aborted(work)) if node is None else node.start(work, left)
+        return raising(self._aborted(work)) if shared is None else shared.start(work, left)
 
     def steps_of(self, work: Work[Any], left: Any) -> Steps:
         """The steps of ``work``, of which the core has begun ``left``."""
-        node = self.node
-        return raising(self._aborted(work)) if node is None else node.steps(work, left)
+        shared = self.shared
+        return raising(self._aborted(work)) if shared is None else shared.steps(work, left)
 
     def _aborted(self, work: Work[Any]) -> KosError:
         """The error of ``work``, whose communicator another thread has aborted."""
@@ -217,9 +224,9 @@ class HostBackend:
 
     def start_all(self, works: Sequence[Work[Any]]) -> None:
         """Launch the Works of a batch together."""
-        node = self.node
-        if node is not None:
-            node.batch = True
+        shared = self.shared
+        if shared is not None:
+            shared.batch = True
         try:
             for work in works:
                 if self.failures.first is not None:
@@ -229,12 +236,12 @@ class HostBackend:
                 if steps is not None:
                     self.engine.begin(work, steps)
         finally:
-            if node is not None:
-                node.batch = False
+            if shared is not None:
+                shared.batch = False
 
     def route_of(self, name: str, nbytes: int, *_: bool) -> str:
         """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""
-        if self.node is not None:
+        if self.shared is not None:
             return f"{self.name} shared memory"
         if self.transport.is_native(name, nbytes):
             return f"{self.name} native"
@@ -252,23 +259,23 @@ class HostBackend:
         """Whether polling for ``work`` can move no data until another rank begins the call."""
         return work.collective and self.calls is not None and bool(self.calls.missing(work))
 
-    def late(self, work: Work[Any]) -> Late:
+    def late(self, work: Work[Any]) -> PendingRanks:
         """Which ranks ``work`` waits for, as far as known, and how an error says that."""
         if self._aborting:  # another thread frees what is read here
-            return Late(words=timeouts.UNKNOWN)
+            return PendingRanks(words=timeouts.UNKNOWN)
         names, left = self.failures.names, work.core_work  # of a collective in shared memory
         if not work.collective:
             return self._late_in_message(work)
         if late := self.transport.absent(work) if self.calls is None else self.calls.missing(work):
-            return Late(late, timeouts.late(names(late)), absent=True)
+            return PendingRanks(late, timeouts.late(names(late)), absent=True)
         if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
-            return Late(late, timeouts.stuck(names(late)))
+            return PendingRanks(late, timeouts.stuck(names(late)))
         if late := self.scheduled.awaited(self.scheduled.tag(work)):
-            return Late(late, timeouts.awaited(names(late)))
+            return PendingRanks(late, timeouts.awaited(names(late)))
         # kos cannot see for which ranks a native call of the transport waits, or its comparison of calls.
         arriving, in_native = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
         others = [rank for rank in range(self.size) if rank != self.rank] if arriving or in_native else []
-        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_complete=in_native)
+        return PendingRanks(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_complete=in_native)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""
@@ -279,7 +286,7 @@ class HostBackend:
         waits = receives and self.scheduled.matching.awaits(rank, tag)
         return waits or bool(self.scheduled.messages.in_flight(rank, tag, receives))
 
-    def _late_in_message(self, work: Work[Any]) -> Late:
+    def _late_in_message(self, work: Work[Any]) -> PendingRanks:
         message = work.operation.message
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
         if message.src == ANY:
@@ -293,7 +300,7 @@ class HostBackend:
         words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
         words += [timeouts.unreceived(names(dst, False))] if dst else []
         ranks = [*src, *(rank for rank in dst if rank not in src)]
-        return Late(ranks, " and ".join(words))
+        return PendingRanks(ranks, " and ".join(words))
 
     # Failures.
 
@@ -349,7 +356,7 @@ class HostBackend:
     def _free(self) -> None:
         closed(self)
         with self.engine.lock:  # held by a thread that waits while it uses these
-            calls, self.calls, self.node = self.calls, None, None
+            calls, self.calls, self.shared = self.calls, None, None
             self.scheduled.calls = None
             if calls is not None:
                 calls.close()

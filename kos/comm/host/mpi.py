@@ -20,8 +20,8 @@ import numpy as np
 
 from kos.comm.contract import CHANGES, Backend, Probe, Request
 from kos.comm.control import mpi_job
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi_rendezvous import NAMING_SECONDS, await_request
+from kos.comm.control.base import ControlPlane
+from kos.comm.control.mpi import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.shared.calls import CHECK_SECONDS
@@ -74,7 +74,7 @@ class MPITransport(Backend):
     processes = True
     check_seconds, last_checks = CHECK_SECONDS, LAST_CHECKS
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine) -> None:
         super().__init__(rendezvous, engine)
         self._MPI = mpi_job.load_mpi()
         self._status = self._MPI.Status()
@@ -92,7 +92,7 @@ class MPITransport(Backend):
         self._ends: dict[int, Array] = {}  # the numbers that are compared in them
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         if rendezvous.mpi is None:
             return Probe(False, "the ranks are not processes of an MPI job (start with mpirun)")
         MPI = mpi_job.load_mpi()
@@ -114,13 +114,13 @@ class MPITransport(Backend):
             self._channel.holds = self.sending
             self.failures.add_reporter(self._channel)
 
-    def _dup(self, rendezvous: Rendezvous) -> Any:
+    def _dup(self, rendezvous: ControlPlane) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
         await_request(rendezvous, "duplicate", request)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
-    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
+    def successor(self, rendezvous: ControlPlane) -> Callable[[ControlPlane, Engine], Backend]:
         """After a loss, the survivors use TCP instead of MPI."""
         return TCPTransport if rendezvous.mpi is None else MPITransport
 

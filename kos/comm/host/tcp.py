@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.contract import Backend, Probe, Request
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.tcp_messages import CALL, CLOSED_HERE, NO_CALL, REASON_LENGTH, Link, Peer, TCPMessage
@@ -93,7 +93,7 @@ class TCPTransport(Backend):
     processes = True
 
     def __init__(
-        self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None,
+        self, rendezvous: ControlPlane, engine: Engine, poller: Poller | None = None,
         links: Mapping[int, Link] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(rendezvous, engine)
@@ -109,7 +109,7 @@ class TCPTransport(Backend):
         self.peers: dict[int, Peer] = {}  # empty if all ranks share memory
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         if rendezvous.connect is None:
             how = "start with torchrun, srun, or RANK, WORLD_SIZE, …"
             return Probe(False, f"the ranks did not connect over TCP ({how})")
@@ -137,7 +137,7 @@ class TCPTransport(Backend):
         self.poller.pause(mark, seconds)  # returns at once if something has arrived since the last sleep
         return True
 
-    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
+    def successor(self, rendezvous: ControlPlane) -> Callable[[ControlPlane, Engine], Backend]:
         links = {self.failures.world[rank]: peer.link for rank, peer in self.peers.items()}
         is_split = rendezvous.epoch == self._rendezvous.epoch
         return partial(TCPTransport, poller=self.poller, links=links if is_split else {})

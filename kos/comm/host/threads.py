@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from kos.comm.contract import Backend, Probe, Request
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.thread_rendezvous import ThreadGroup, Waits
+from kos.comm.control.base import ControlPlane
+from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Operation
@@ -48,7 +48,7 @@ class ThreadTransport(Backend):
 
     name = "mock"
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine) -> None:
         super().__init__(rendezvous, engine)
         assert rendezvous.threads is not None
         self.group: ThreadGroup = rendezvous.threads
@@ -63,7 +63,7 @@ class ThreadTransport(Backend):
         self._discarded: dict[int, Callable[[], None]] = {}  # tags whose messages are discarded -> callback
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         if rendezvous.threads is None:
             return Probe(False, "the ranks are not threads of one process")
         return Probe(True, f"{plural(rendezvous.size, 'rank')} in this process")
@@ -185,7 +185,7 @@ class ThreadTransport(Backend):
         works = watch.launched[self._me]
         works[:] = [each for each in works if not each[0].reported]
         works.append((work, *work.record[2:4]))  # type: ignore[index]
-        return run(work) if prepared.waits else watch.guard(work, run)
+        return run(work) if prepared.blocking else watch.guard(work, run)
 
     def _compute(self, work: Work[Any]) -> Steps | None:
         """Compute ``work`` in the ranks' memory.  Returns the steps that wait for other ranks; None on the last."""

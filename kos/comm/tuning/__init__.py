@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.peer.launches import DEFAULT, TABLES, Launches, by_size, pick
 from kos.cuda.devices import device_info, nvlinks
 from kos.errors import InvalidArgument
@@ -154,7 +154,7 @@ def load(gpu: str, link: str, ranks: int) -> Table:
     return Table(gpu, link, ranks, "not measured on such a machine: kos bench --write-table", DEFAULT, {})
 
 
-def for_group(rendezvous: Rendezvous, device: int) -> Table:
+def for_group(rendezvous: ControlPlane, device: int) -> Table:
     """The table of rank 0, for all ranks of this group; defaults if ranks share a GPU.  Collective.
 
     An error of one rank is raised on all of them.
@@ -165,7 +165,7 @@ def for_group(rendezvous: Rendezvous, device: int) -> Table:
     return of_rank_0(rendezvous, lambda: load(*machine(device), rendezvous.size))
 
 
-def of_rank_0(rendezvous: Rendezvous, choose: Callable[[], Table]) -> Table:
+def of_rank_0(rendezvous: ControlPlane, choose: Callable[[], Table]) -> Table:
     """The table that ``choose()`` returns on rank 0.  Collective; an error of one rank is raised on all of them."""
     tables: list[Table] = []
 
@@ -180,7 +180,7 @@ def of_rank_0(rendezvous: Rendezvous, choose: Callable[[], Table]) -> Table:
     return tables[0]
 
 
-def preferred_on_hosts(rendezvous: Rendezvous) -> str:
+def preferred_on_hosts(rendezvous: ControlPlane) -> str:
     """The backend that ``auto`` uses for host memory by the user's own table, "" without one.
 
     The file ``host-memory-RANKS.json`` holds ``{"format": 1, "backend": NAME}``.  One that is damaged is not used, and

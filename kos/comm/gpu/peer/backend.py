@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kos.comm.contract import Backend, Message, Piece, Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.gpu_work import unstarted
 from kos.comm.gpu.memory import NONE, Windows
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies
@@ -35,7 +36,6 @@ from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import NO_OCCUPANCY, PACKETS, Launches, Occupancy
-from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
@@ -81,7 +81,7 @@ class PeerBackend(Backend):
     watched, serial, sets_device = False, True, True
     device: int
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
+    def __init__(self, rendezvous: ControlPlane, engine: Engine, device: int | None = None) -> None:
         super().__init__(rendezvous, engine, device)
         self._rendezvous = rendezvous
         self._unmapped = False  # whether no rank maps another's windows any more
@@ -106,7 +106,7 @@ class PeerBackend(Backend):
         self._concurrent.add(self)
 
     @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
+    def probe(cls, rendezvous: ControlPlane) -> Probe:
         """Checks that cost nothing; ``__init__`` tests whether bytes move."""
         try:
             device = device_of(rendezvous)

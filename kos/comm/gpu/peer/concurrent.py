@@ -119,7 +119,7 @@ class ConcurrentKernels:
             return phase
         phase = {}
         for streams, each in self._phases[0].items() if capture and 0 in self._phases else ():
-            if each.stream in streams.keepers and streams.is_kept(each.stream) and capture_of(each.stream) == capture:
+            if each.stream in streams.owners and streams.is_kept(each.stream) and capture_of(each.stream) == capture:
                 phase[streams] = each
         for ended in sorted(number for number in self._phases if number)[: 1 - _CAPTURES]:
             del self._phases[ended], self._before[ended]
@@ -168,12 +168,12 @@ def _fits(phase: _Phase, streams: Streams, wanted: Occupancy, multiprocessors: i
 def _is_complete(streams: Streams, stream: int, captured: bool = False) -> bool:
     """Whether uncaptured work on a stream has completed; ``captured`` if the stream is being captured."""
     with relaxed_capture():
-        keeper = streams.keepers.get(stream, streams)
-        if keeper is streams:  # the host has waited for it
+        owner = streams.owners.get(stream, streams)
+        if owner is streams:  # the host has waited for it
             return True
-        if type(keeper) is not int and capture_of(stream):  # else the stream may be gone, but an event is known
+        if type(owner) is not int and capture_of(stream):  # else the stream may be gone, but an event is known
             return captured
-        return streams.over(stream, keeper)
+        return streams.over(stream, owner)
 
 
 def _invalidate(members: Iterable[_Member]) -> None:

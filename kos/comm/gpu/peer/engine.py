@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.contract import Piece
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.peer.copies import OVERLAPPED_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
 from kos.comm.gpu.peer.launches import DEFAULT, NO_OCCUPANCY, PACKETS, KernelConfig, Launches, Occupancy
@@ -74,7 +74,7 @@ class PeerEngine:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, device: int, *, timeout: float = 30.0, staging: int = STAGING,
+        self, rendezvous: ControlPlane, device: int, *, timeout: float = 30.0, staging: int = STAGING,
         launches: Launches = DEFAULT, **macros: Any,
     ) -> None:  # fmt: skip
         """``macros`` reach every kernel: STALL (nanoseconds) and BROKEN are for tests of races."""

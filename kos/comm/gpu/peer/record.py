@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kos.comm import timeouts
-from kos.comm.failures import EndedEarly, FailureLog, Late
+from kos.comm.failures import EndedEarly, FailureLog, PendingRanks
 from kos.comm.waits import wait
 from kos.errors import CollectiveMismatch
 from kos.memory.pool import pinned_empty
@@ -87,7 +87,7 @@ class KernelRecord:
             raise EndedEarly(f"the kernel of {name} ended early", ranks=[world], call=what)
         limit = float(self.words[LIMIT]) / 1e9
         absent = f"{timeouts.late(name, timeouts.GO_ON, limit)} ({self._where()}{beside})"
-        raise failures.overdue(Late([peer], absent, arrived), what)
+        raise failures.timeout_error(PendingRanks([peer], absent, arrived), what)
 
     def waits_for(self) -> list[int]:
         """The rank that a kernel waits for, or waited for within the last second."""

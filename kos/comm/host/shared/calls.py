@@ -54,7 +54,7 @@ class Difference(Exception):
         self.code, self.rank, self.word, self.counts = code, rank, word, counts
 
 
-class CallRing(Fingerprints):
+class FingerprintRing(Fingerprints):
     """The published collectives of the ranks of one host, and this rank's compiled core (``core``)."""
 
     def __init__(self, segment: Segment, failures: FailureLog) -> None:
@@ -283,7 +283,7 @@ class Liveness:
 
     __slots__ = ("_began", "_calls", "_next", "_suspects")
 
-    def __init__(self, calls: CallRing) -> None:
+    def __init__(self, calls: FingerprintRing) -> None:
         self._calls, self._began = calls, time.monotonic()
         self._next = self._began + CHECK_SECONDS
         self._suspects: set[int] = set()

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kos._core import native, unavailable
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.identity import process
 from kos.comm.prepared import TEXT_BYTES, TEXTS
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -98,7 +98,7 @@ def _total(size: int) -> int:
     return int(native.layout(size)[-1]) + (2 * FAILURE_BYTES + CALL_BYTES) * size
 
 
-def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
+def open_segment(rendezvous: ControlPlane) -> tuple[Segment | None, str]:
     """The segment of this rank's host, or None; and its description, or why none is shared.  Collective.
 
     A rank that is alone on its host has a segment too: at a timeout other hosts get its calls (``gpu/shared.py``).  So
@@ -128,7 +128,7 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
 
 
 def share_file(
-    rendezvous: Rendezvous, ranks: list[int], nbytes: int, refusal: str, use: Callable[[int], T]
+    rendezvous: ControlPlane, ranks: list[int], nbytes: int, refusal: str, use: Callable[[int], T]
 ) -> tuple[T | None, str]:
     """``use(descriptor)`` of a new anonymous file that ``ranks``, those of this host, share; or None, and why not.
 
@@ -200,7 +200,7 @@ class SharedArrays:
     Memory is freed with the last view of it.  A barrier between a put and the read of it is enough.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, rendezvous: ControlPlane) -> None:
         self._rendezvous = rendezvous
         self._memories: list[weakref.ref[Array]] = []  # the bytes of all ranks' parts, one after another
         self._refusal = ""

@@ -18,10 +18,10 @@ import numpy as np
 
 from kos.comm import timeouts, waits
 from kos.comm.control import mpi_job
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.env import Place, job_rendezvous
 from kos.comm.control.offers import exchange_offer, place_by, unreachable
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import FailureLog, PendingRanks
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
 
@@ -51,7 +51,7 @@ class MPIRanks:
         """The group of these ranks of this one."""
         return MPIRanks(self.shared, [self.ranks[rank] for rank in ranks], whole=self.whole)
 
-    def comm(self, rendezvous: Rendezvous, name: bytes) -> Any:
+    def comm(self, rendezvous: ControlPlane, name: bytes) -> Any:
         """A communicator of exactly these ranks.  Collective on first use; ``name`` differs between groups."""
         if self is self.whole:  # a copy of it has a communicator of its own: each may be used by a separate thread
             return self.shared
@@ -77,7 +77,7 @@ class MPIRanks:
                 mpi_job.free_after_all(comm)
 
 
-def look_for_lost(rendezvous: Rendezvous) -> Callable[[], None]:
+def look_for_lost(rendezvous: ControlPlane) -> Callable[[], None]:
     """The check of one wait: it raises if a rank of the group is known to have ended."""
     failures = rendezvous.failures
 
@@ -89,7 +89,7 @@ def look_for_lost(rendezvous: Rendezvous) -> Callable[[], None]:
     return look
 
 
-def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]) -> T:
+def wait_for_all(rendezvous: ControlPlane, what: str, wait: Callable[[], T | None]) -> T:
     """The result of ``wait()``, which is false at the timeout.
 
     Raises an error that names the rank that failed first, or the missing ranks.
@@ -114,16 +114,16 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
         others = [each for each in range(size) if each != rank]
         named = failures.names(others, False) if size <= FEW else f"all other {size - 1} ranks"
         waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)
-        raise failures.overdue(Late(others, waited), f"rendezvous: {what}", None, RendezvousError)
+        raise failures.timeout_error(PendingRanks(others, waited), f"rendezvous: {what}", None, RendezvousError)
 
 
-def await_request(rendezvous: Rendezvous, what: str, request: Any) -> None:
+def await_request(rendezvous: ControlPlane, what: str, request: Any) -> None:
     """Wait until a request of all ranks is complete.  Raises RendezvousError, RankLost."""
     look = look_for_lost(rendezvous)
     wait_for_all(rendezvous, what, partial(mpi_job.wait_request, request, rendezvous.timeout, look))
 
 
-class MPIRendezvous(Rendezvous):
+class MPIControlPlane(ControlPlane):
     """A group of ``mpi`` whose exchanges and splits MPI carries: until the hub is known, or where TCP cannot be used.
 
     Nothing reports a failure between hosts then: ranks of other hosts wait until their timeout.
@@ -152,12 +152,12 @@ class MPIRendezvous(Rendezvous):
         ends = itertools.accumulate(lengths.tolist(), initial=0)
         return [bytes(everyone[start:end]) for start, end in itertools.pairwise(ends)]
 
-    def split(self, color: int | None, key: int = 0) -> MPIRendezvous | None:
+    def split(self, color: int | None, key: int = 0) -> MPIControlPlane | None:
         self._splits += 1
         if not (ranks := self._alike(color, key)):
             return None
         rank = ranks.index(self.rank)
-        child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.failures.of(ranks, rank), self.host or "")
+        child = MPIControlPlane(self.mpi.of(ranks), rank, self.timeout, self.failures.of(ranks, rank), self.host or "")
         child.without_tcp = self.without_tcp
         child._name = b"%s.%d:%s" % (self._name, self._splits, str(ranks).encode())
         return child
@@ -171,7 +171,7 @@ class MPIRendezvous(Rendezvous):
 
 def rendezvous_of_mpi(
     comm: Any = None, timeout: float = 120.0, process_hooks: bool = True, watched: bool = True
-) -> Rendezvous:
+) -> ControlPlane:
     """The rendezvous of the processes of an MPI communicator (default: COMM_WORLD).  Collective.
 
     MPI carries the address and the secret of rank 0's hub, to which all ranks then connect.  If a rank of another host
@@ -186,7 +186,7 @@ def rendezvous_of_mpi(
     parent, is_job = (MPI.COMM_WORLD, True) if comm is None else (comm, False)
     rank, size = parent.rank, parent.size
     ranks, failures = MPIRanks(parent, range(size), is_job), FailureLog(range(size), rank, timeout=timeout)
-    carrier = MPIRendezvous(ranks, rank, timeout, failures, pretended_host())
+    carrier = MPIControlPlane(ranks, rank, timeout, failures, pretended_host())
     begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
     if is_job:
         begun, mpi_job.starting = mpi_job.starting, None

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 from kos.comm import timeouts, watchdog
 from kos.comm.contract import Backend
-from kos.comm.control.base import Rendezvous
-from kos.comm.failures import Late
+from kos.comm.control.base import ControlPlane
+from kos.comm.failures import PendingRanks
+from kos.comm.gpu.gpu_work import Marks, unstarted
 from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import CommState
-from kos.comm.gpu.works import Marks, unstarted
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.prepared import Store
 from kos.comm.waits import Backoff, start_in_thread
@@ -48,7 +48,7 @@ class WatchedBackend:
     __slots__ = ("__dict__", "__weakref__", "_last")  # the core writes the last
     device: int
 
-    def __init__(self, rendezvous: Rendezvous, routes: Sequence[Backend], host: HostBackend | None) -> None:
+    def __init__(self, rendezvous: ControlPlane, routes: Sequence[Backend], host: HostBackend | None) -> None:
         self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
         self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
         self.timeout = rendezvous.timeout
@@ -135,9 +135,9 @@ class WatchedBackend:
         last = self._last or unstarted("synchronize", self)
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
-        several = self.streams.keepers.copy() if stream is None else {stream: None}
-        for each, keeper in several.items():
-            self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout or self.timeout)
+        several = self.streams.owners.copy() if stream is None else {stream: None}
+        for each, owner in several.items():
+            self.wait_on_host(last, partial(self.is_idle, each, owner), timeout or self.timeout)
         last.record_end(time.time_ns())
         for each in several:
             self.streams.forget(each)
@@ -155,21 +155,21 @@ class WatchedBackend:
         It does not wait for messages, nor for what is queued behind them.
         """
         last = self._last or unstarted("synchronize", self)
-        several = {each: keeper for each, keeper in self.streams.keepers.items() if not is_captured(each)}
-        for each, keeper in several.items():
+        several = {each: owner for each, owner in self.streams.owners.items() if not is_captured(each)}
+        for each, owner in several.items():
             if each not in self._message_streams:
-                self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout)
+                self.wait_on_host(last, partial(self.is_idle, each, owner), timeout)
                 self.streams.forget(each)
-        return not all(self.is_idle(each, keeper) for each, keeper in several.items() if each in self._message_streams)
+        return not all(self.is_idle(each, owner) for each, owner in several.items() if each in self._message_streams)
 
-    def is_idle(self, stream: int, keeper: Any) -> bool:
+    def is_idle(self, stream: int, owner: Any) -> bool:
         """Whether everything that was queued on the stream has run."""
         with driver.on_device(self.device):
-            return self.streams.over(stream, keeper)
+            return self.streams.over(stream, owner)
 
     # Who is late.
 
-    def late(self, work: Work[Any]) -> Late:
+    def late(self, work: Work[Any]) -> PendingRanks:
         """Which ranks ``work`` waits for, as far as known, and how an error says that."""
         message, words = work.operation.message, timeouts.UNKNOWN
         if not work.collective:
@@ -180,7 +180,7 @@ class WatchedBackend:
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """The error of a call whose time is up.  Kernels of its route end, and report what they waited for."""
-        error = self.failures.overdue(self.late(work), work, seconds)
+        error = self.failures.timeout_error(self.late(work), work, seconds)
         for route in self.routes:
             if route is work.prepared.route and (waited := route.end_waits()):
                 error = error.copy(f"{error}; {waited}")
@@ -213,9 +213,9 @@ class WatchedBackend:
 
     def _look_at_deadlines(self, now: float) -> None:
         """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank has not begun in time."""
-        if (overdue := self._marks.overdue(now)) is not None:
-            late = overdue[0] or self._last or unstarted("watchdog", self)
-            raise self.timed_out(late, overdue[1])
+        if (timeout_error := self._marks.timeout_error(now)) is not None:
+            late = timeout_error[0] or self._last or unstarted("watchdog", self)
+            raise self.timed_out(late, timeout_error[1])
         if not self._marks.running and not self._marks.captured:
             self.shared.look_for_the_late(now)
         raise_if_stuck(self, now)
@@ -297,7 +297,7 @@ class WatchedBackend:
     def signal_end(self, reason: str) -> None:
         """Report the end to the other ranks, and signal waiting kernels to end, before anything is freed."""
         self.unwatch()
-        if self.streams.keepers:
+        if self.streams.owners:
             self.shared.post_end(reason)
         else:
             self.shared.report_end(reason)

@@ -18,8 +18,8 @@ import numpy as np
 
 from kos._core import native
 from kos.comm.contract import Request
-from kos.comm.control.base import Rendezvous
-from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Difference, Liveness
+from kos.comm.control.base import ControlPlane
+from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Message, Operation
@@ -66,7 +66,7 @@ _REDUCTIONS = {
 _REDUCTIONS[ReduceOp.PREMUL_SUM] = _REDUCTIONS[ReduceOp.SUM]
 
 
-class Node:
+class SharedMemoryTransport:
     """The calls of one rank of a group on one host; of a group on several, the messages of collectives within a host.
 
     For messages it has the methods of a Backend.
@@ -74,7 +74,7 @@ class Node:
 
     check_seconds, last_checks = LONGEST_CHECK_SECONDS, 0
 
-    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
+    def __init__(self, calls: FingerprintRing, engine: Engine, rendezvous: ControlPlane) -> None:
         self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
         self.ranks = calls.segment.ranks
         self.turns = calls.core  # for ``Matching``
@@ -89,7 +89,7 @@ class Node:
         vendor = cpu_vendor()
         self._core.marks, self._core.direct = vendor == "other", DIRECT_BYTES[vendor] if self.one_copy else 0
 
-    def _read_each_other(self, rendezvous: Rendezvous) -> bool:
+    def _read_each_other(self, rendezvous: ControlPlane) -> bool:
         """In another PID namespace a number may be another process's: read a token.  Collective.
 
         Raises InvalidArgument on all ranks if those of a host have several vendors.
@@ -167,7 +167,7 @@ class Node:
                 call, puts, gets = prepared.plan
                 if self._status.last is not None:
                     self._status.clear_failure()
-                waits = prepared.waits and not self.batch and not self._works
+                waits = prepared.blocking and not self.batch and not self._works
                 number = work.sequence if prepared.collective else native.WORD_SEQUENCE
                 left = self._core.start(call, number, waits, work.send if puts else None, work.recv if gets else None)
             else:
@@ -193,7 +193,7 @@ class Node:
         """
         prepared, send, recv = work.prepared, work.send, work.recv
         starts = prepared.plan is not None and prepared.launch != self._start_scaled
-        starts = starts and (prepared.waits or self._engine.thread is None) and (out >= 0 or not prepared.gets)
+        starts = starts and (prepared.blocking or self._engine.thread is None) and (out >= 0 or not prepared.has_output)
         if not starts or (send is not None and not send.size) or (recv is not None and not recv.size):
             return None, x, out, None
         call, puts, gets = prepared.plan
@@ -303,7 +303,7 @@ class Node:
         return self._core.start(call, sequence, False, None if receives else array, array if receives else None)
 
 
-def await_nodes(rendezvous: Rendezvous) -> None:
+def await_transports(rendezvous: ControlPlane) -> None:
     """Take part in the exchanges of the Nodes of other hosts, on a host that has none.  Collective."""
     for _ in range(2):
         rendezvous.barrier()
@@ -312,36 +312,36 @@ def await_nodes(rendezvous: Rendezvous) -> None:
 class SegmentMessage:
     """One end of a message of a schedule, between ranks of one host."""
 
-    __slots__ = ("_left", "_liveness", "_node", "array", "peer", "receives", "tag")
+    __slots__ = ("_left", "_liveness", "_transport", "array", "peer", "receives", "tag")
     within_host = True
 
-    def __init__(self, node: Node, array: Array, peer: int, tag: int, receives: bool) -> None:
-        self._node, self.array, self.peer, self.tag, self.receives = node, array, peer, tag, receives
+    def __init__(self, transport: SharedMemoryTransport, array: Array, peer: int, tag: int, receives: bool) -> None:
+        self._transport, self.array, self.peer, self.tag, self.receives = transport, array, peer, tag, receives
         try:
-            self._left = node.begin(array, peer, tag, receives)
+            self._left = transport.begin(array, peer, tag, receives)
         except Difference as found:
-            raise node.refusal(found, array) from None
-        self._liveness = Liveness(node.calls)
+            raise transport.refusal(found, array) from None
+        self._liveness = Liveness(transport.calls)
         if self._left is not None:
-            node.active.add(self)
+            transport.active.add(self)
 
     def done(self) -> bool:
         if self._left is None:
             return True
         try:
             if not self._left.done():
-                if (end := self._liveness(filter(self._left.missing, range(self._node.size)))) is not None:
+                if (end := self._liveness(filter(self._left.missing, range(self._transport.size)))) is not None:
                     raise end
                 return False
         except Difference as found:
-            raise self._node.refusal(found, self.array) from None
+            raise self._transport.refusal(found, self.array) from None
         self.end()
         return True
 
     def end(self) -> None:
         """Cancel it if it is not complete."""
         self._left.cancel()
-        self._node.active.discard(self)
+        self._transport.active.discard(self)
         self._left = None
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from kos.comm import timeouts
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.control.grow import MembershipChange, misfit
 from kos.comm.failures import FailureLog
 from kos.comm.peer_status import PeerStatus
@@ -175,7 +175,7 @@ class ThreadGroup:
             raise failures.lost(rank, why, what, cause)
 
 
-class ThreadRendezvous(Rendezvous):
+class ThreadControlPlane(ControlPlane):
     """Ranks are threads of one process (the mock backend, users' tests)."""
 
     def __init__(self, group: ThreadGroup, rank: int, timeout: float = 120.0, host: str | None = None) -> None:
@@ -204,7 +204,7 @@ class ThreadRendezvous(Rendezvous):
     def _report(self, failure: KosError) -> None:
         self.threads.fail(self.failures.lost(self.rank, "", None, failure))
 
-    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+    def split(self, color: int | None, key: int = 0) -> ControlPlane | None:
         ranks = self._alike(color, key)
         if not ranks:
             return None
@@ -229,7 +229,7 @@ class ThreadRendezvous(Rendezvous):
     def change(
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
-    ) -> Rendezvous:  # fmt: skip
+    ) -> ControlPlane:  # fmt: skip
         """The ranks that call share what each one calls; whichever rank finds the change complete makes the group."""
         group = self.threads
         mine = MembershipChange(self.failures, range(self.size), self.timeout, call, newcomers, whole, terms, began)
@@ -291,15 +291,15 @@ class ThreadRendezvous(Rendezvous):
             group.answer(each, group=made, rank=place, terms=change.terms, timeout=change.timeout, call=change.call)
         return made
 
-    def _child(self, group: ThreadGroup, rank: int) -> Rendezvous:
-        child = ThreadRendezvous(group, rank, self.timeout, self.host)
+    def _child(self, group: ThreadGroup, rank: int) -> ControlPlane:
+        child = ThreadControlPlane(group, rank, self.timeout, self.host)
         child.call = self.call
         if group.world is self.threads.world:
             child.failures.status = self.failures.status
         return child
 
 
-def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[ThreadRendezvous, dict[str, Any]]:
+def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[ThreadControlPlane, dict[str, Any]]:
     """The group of threads that admits this one, and the terms that it sends.  Raises RendezvousError."""
     if (group := _groups.get(address)) is None:
         raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
@@ -314,13 +314,13 @@ def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[T
             group.joining.pop(me, None)
     if "refused" in hello:
         raise RendezvousError(f"join: {hello['refused']}")
-    rendezvous = ThreadRendezvous(hello["group"], hello["rank"], hello["timeout"])
+    rendezvous = ThreadControlPlane(hello["group"], hello["rank"], hello["timeout"])
     rendezvous.call = hello["call"]
     return rendezvous, dict(hello["terms"])
 
 
-def single_rendezvous(timeout: float = 120.0) -> ThreadRendezvous:
+def single_rendezvous(timeout: float = 120.0) -> ThreadControlPlane:
     """A group of one."""
     group = ThreadGroup(1)
     group.world.single = True
-    return ThreadRendezvous(group, 0, timeout)
+    return ThreadControlPlane(group, 0, timeout)

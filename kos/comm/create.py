@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kos.comm.contract import UNMADE, Backend, Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.hierarchical import HierarchicalBackend
@@ -37,7 +37,7 @@ Error = TypeVar("Error", bound=KosError)
 
 
 def communicator(
-    kind: Any, backend: str, rendezvous: Rendezvous, timeout: float, device: int | None, progress_thread: bool,
+    kind: Any, backend: str, rendezvous: ControlPlane, timeout: float, device: int | None, progress_thread: bool,
     owned: bool = True, agreed: bool = False,
 ) -> Any:  # fmt: skip
     """The communicator, of class ``kind``, of the group of ``rendezvous``.  Collective; ``timeout`` is its own.
@@ -82,7 +82,7 @@ def _on_every_rank(error: Error) -> Error:
 
 
 def _make_backends(
-    backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
+    backend: str, rendezvous: ControlPlane, device: int | None, progress_thread: bool, undo: ExitStack
 ) -> tuple[dict[str, Probe], Any, HostBackend | None]:
     """The probes, and the backends of the communicator of ``init``, which ``undo`` ends."""
     probes, requested, sees, preferred = _agree(backend, device, rendezvous)
@@ -138,7 +138,7 @@ def _reasons(probes: dict[str, Probe]) -> str:
 
 
 def _for_gpus(
-    rendezvous: Rendezvous, probes: dict[str, Probe], engine: Engine, undo: ExitStack, seen: bool = True
+    rendezvous: ControlPlane, probes: dict[str, Probe], engine: Engine, undo: ExitStack, seen: bool = True
 ) -> list[Backend]:
     """The routes that ``auto`` uses for GPUs.  ``seen`` is True if every rank sees a GPU.
 
@@ -172,7 +172,7 @@ def _for_gpus(
 
 
 def _agree(
-    wanted: str, device: int | None, rendezvous: Rendezvous
+    wanted: str, device: int | None, rendezvous: ControlPlane
 ) -> tuple[dict[str, Probe], str | None, list[bool], str]:
     """Exchange the probes of all ranks.  If one rank cannot use a backend, it is unusable on all ranks.
 

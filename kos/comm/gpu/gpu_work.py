@@ -38,7 +38,7 @@ class DeviceWork(Work[Any]):
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with everything on its stream)."""
         if self.event is None:
-            idle: bool = self.backend.is_idle(self.stream, self.queue)
+            idle: bool = self.backend.is_idle(self.stream, self.stream_owner)
             return idle
         (status,) = cu.cuEventQuery(self.event.handle)
         return is_over("cuEventQuery", status)
@@ -143,7 +143,7 @@ class Marks:
         mark.end.record(stream)
         self._in_flight.append(mark)
 
-    def overdue(self, now: float) -> tuple[Work[Any] | None, float] | None:
+    def timeout_error(self, now: float) -> tuple[Work[Any] | None, float] | None:
         """A call that the GPU began longer ago than its timeout, and that; frees the marks that it has passed."""
         for mark in list(self._in_flight):
             if mark.ended():
