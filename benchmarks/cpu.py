@@ -1,7 +1,7 @@
 """Training on CPUs, kos beside PyTorch in turns: ``python -m benchmarks.cpu --json FILE [ROW ...]``.
 
-PyTorch is a plain loop: LLaMA of transformers, scaled_dot_product_attention, fused AdamW, not compiled unless a row says
-so. Both have the same shapes, batches and number of threads. Each is a process (or ranks) of its own. They work in
+PyTorch is a plain loop: LLaMA of transformers, scaled_dot_product_attention, fused AdamW, not compiled unless a row
+says so. Both have the same shapes, batches and number of threads. Each is a process (or ranks) of its own. They work in
 turns, a few steps each, so that other programs on the machine slow down both. A figure is the median over the turns of
 PyTorch's time divided by kos's in the turn before, with the lowest and the highest: once of the wall clock, and once of
 CPU time (user and system, of all ranks), which other programs disturb less.
@@ -299,7 +299,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     ours, theirs = groups
     units = row.steps and (200 if name == "generate" else row.shape.sequences * row.shape.tokens)
     return {
-        "row": name, "about": row.about, "kernels": options.kernels or "all", "turns": options.turns, "steps": row.steps,
+        "row": name, "about": row.about, "kernels": options.kernels or "all", "turns": options.turns,
+        "steps": row.steps,
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
         "ratio_wall": interval([b / a for a, b in zip(ours.wall, theirs.wall, strict=True)]),
         "ratio_cpu": interval([b / a for a, b in zip(ours.cpu, theirs.cpu, strict=True)]),
@@ -342,20 +343,16 @@ def main() -> None:
 
 def add(path: Path, row: dict[str, Any]) -> None:
     """The row, in the file; one of the same name and kernels is replaced."""
-    from kos.bench.report import hardware_of_host
-
-    from kos.train.machine import git_commit, versions_of
+    from kos.bench import report
+    from kos.train.machine import versions_of
 
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     same = ("row", "kernels")
     rows = [each for each in before if any(each[key] != row[key] for key in same)] + [row]
-    facts = {
-        "hardware": hardware_of_host(), "versions": versions_of(("kos", "numpy", "torch", "transformers")),
-        "date": time.strftime("%Y-%m-%d"), "commit": git_commit(), "command": "python -m benchmarks.cpu",
-    }  # fmt: skip
-    lines = ",\n".join("    " + json.dumps(each) for each in rows)
-    head = json.dumps(facts, indent=2).removesuffix("\n}")
-    replace_file(path, f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n'.encode())
+    facts = report.provenance("benchmarks.cpu", None, 1)
+    facts["versions"] |= versions_of(("transformers",))
+    facts["command"] = "python -m benchmarks.cpu --json FILE, and the same with --kernels avx2"
+    replace_file(path, report.to_json({**facts, "rows": rows}).encode())
 
 
 if __name__ == "__main__":
