@@ -7,7 +7,7 @@ from itertools import pairwise
 from threading import get_ident
 from typing import Any
 
-from kos.comm.one_thread import check_batch
+from kos.comm.call_guards import check_batch
 from kos.comm.prepared import Nothing
 from kos.comm.work import Work
 from kos.errors import InvalidArgument

@@ -23,7 +23,7 @@ import numpy as np
 from numpy import ndarray  # faster than np.ndarray, as numpy has a __getattr__
 
 from kos._core import native
-from kos.comm import host_compressed
+from kos.comm import compression
 from kos.comm.arguments import (
     check_algorithm,
     check_bool,
@@ -44,8 +44,8 @@ from kos.comm.arguments import (
     shard_shape,
     size_and_place,
 )
+from kos.comm.call_guards import interruptible
 from kos.comm.compression import check_compress, shards
-from kos.comm.handlers import interruptible
 from kos.comm.matching import Envelope
 from kos.comm.operation import (
     ANY,
@@ -309,7 +309,7 @@ class Operations:
             if self._closed:  # its backend has no memory to publish a description in
                 self._check_open()
             if o.options.compress:
-                host_compressed.check(o)
+                compression.check(o)
             prepared = self._prepare_anew(o)
             prepared.description = self._group, prepared.operation
             if prepared.cacheable and not o.options.purpose:

@@ -22,13 +22,13 @@ from kos.comm.arguments import (
     check_timeout,
     number_in,
 )
+from kos.comm.call_guards import interruptible
 from kos.comm.collectives import Operations
 from kos.comm.contract import CHANGES, UNMADE, Probe
 from kos.comm.control.base import ControlPlane
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
 from kos.comm.create import communicator, versions
 from kos.comm.grid import Grid, grid_sizes
-from kos.comm.handlers import interruptible
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
 from kos.errors import CollectiveError, InvalidArgument, KosError, OutOfMemory, RankLost, RendezvousError

@@ -21,7 +21,7 @@ from threading import get_ident
 from time import time_ns
 from typing import Any, NoReturn
 
-from kos.comm.one_thread import check_one_thread
+from kos.comm.call_guards import check_one_thread
 from kos.comm.operation import ANY, NOBODY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
