@@ -480,4 +480,16 @@ void kos_rest(int64_t start, int yields);
 // its index.  Needs no GIL, and may block until the GPU has run earlier launches.
 int kos_queue_launches(const kos_launch *l, uint64_t count, const uint64_t sources[KOS_SOURCES], uint64_t *failed);
 
+// --- Threads (pool.c) ------------------------------------------------------------------------------------------------
+// They share the tasks of an operation of training (ops.c), and sleep between operations.
+
+typedef void (*kos_task)(const void *arguments, size_t index);
+
+// How many threads, the caller's included, an operation may use.
+void kos_pool_threads(int threads);
+
+// Runs tasks 0 to count - 1.  The caller takes tasks too, and waits only for those that another thread has begun: it
+// never waits for a thread that gets no processor.  While another thread runs tasks, the caller runs its own alone.
+void kos_pool_run(kos_task task, const void *arguments, size_t count);
+
 #endif

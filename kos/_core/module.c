@@ -179,7 +179,7 @@ static const struct { const char *name; long value; } constants[] = {
     CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(MAX_RANKS), CONSTANT(MISMATCH),
     CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(COUNTS), CONSTANT(MESSAGE),
     CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ), CONSTANT(AWAITS_MESSAGE),
-    CONSTANT(MOST_WORDS), CONSTANT(PLAN_AT),
+    CONSTANT(MOST_WORDS), CONSTANT(PLAN_AT), CONSTANT(ROWS_OF_TASK),
 };
 
 static PyObject *dtype(PyObject *self, PyObject *code) { return PyUnicode_FromString(kos_name_of(PyLong_AsLong(code))); }
@@ -205,7 +205,7 @@ PyMODINIT_FUNC PyInit_native(void) {
     operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
     int error = !m || !group || !work_type || PyModule_AddObjectRef(m, "Group", group)
         || !operation_type || PyModule_AddObjectRef(m, "State", (PyObject *)state_type) || eager_init()
-        || pthread_atfork(NULL, NULL, kos_forked);
+        || PyModule_AddFunctions(m, ops_functions) || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);
     if (error)

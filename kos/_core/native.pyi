@@ -21,6 +21,8 @@ AWAITS_READ: int
 AWAITS_MESSAGE: int
 MOST_WORDS: int
 PLAN_AT: int
+ROWS_OF_TASK: int
+"""How many rows ``rms_norm_backward`` adds up in one row of ``sums``."""
 
 def dtype(code: int, /) -> str:
     """The name of the dtype with this number; "" for none."""
@@ -33,6 +35,33 @@ def encode(bits: int, top: int, dtype: int, x: Any, out: Any, /) -> None:
 
 def decode(bits: int, top: int, dtype: int, data: Any, out: Any, add: bool, /) -> None:
     """``Format.decode``, likewise."""
+
+def kernels(name: str, /) -> tuple[str, ...]:
+    """Use the kernels of that name for the operations below; returns the names that this CPU has, the fastest last."""
+
+def threads(count: int, /) -> None:
+    """How many threads, the caller's included, such an operation uses."""
+
+# Operations of training, on arrays of float32. They return False if they do not take the arrays, and have then computed
+# nothing. Matrices are (features, tokens), as ``empty_columns`` has them in memory, or (rows, columns) of norms.
+
+def rms_norm(x: Any, scale: Any, out: Any, rstd: Any, eps: float, /) -> bool: ...
+def rms_norm_backward(d_out: Any, x: Any, scale: Any, rstd: Any, dx: Any, sums: Any, /) -> bool: ...
+def cross_entropy(logits: Any, targets: Any, losses: Any, share: float, backward: bool, /) -> bool: ...
+def swiglu(gate: Any, up: Any, out: Any, /) -> bool: ...
+def swiglu_backward(gate: Any, up: Any, d_out: Any, d_gate: Any, d_up: Any, /) -> bool: ...
+def adamw(
+    gradient: Any, weights: Any, first: Any, second: Any, beta1: float, beta2: float, step_size: float, root: float,
+    eps: float, shrink: float, /,
+) -> bool: ...  # fmt: skip
+def rope(x: Any, cos: Any, sin: Any, heads: int, sign: float, /) -> bool: ...
+def attention(
+    qkv: Any, out: Any, log_sum_exp: Any, first_key: Any, heads: int, kv_heads: int, scale: float, /
+) -> bool: ...
+def attention_backward(
+    qkv: Any, out: Any, log_sum_exp: Any, first_key: Any, d_out: Any, d_qkv: Any, heads: int, kv_heads: int,
+    scale: float, /,
+) -> bool: ...  # fmt: skip
 
 class Owner(Protocol):
     def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:

@@ -216,6 +216,8 @@ State *new_state(PyObject *type, PyObject *prepared, PyObject *send, PyObject *r
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
 // Of codec.c.
+enum { KOS_ROWS_OF_TASK = 64 };  // of an operation on rows in ops.c
+extern PyMethodDef ops_functions[];
 PyObject *codec_encode(PyObject *self, PyObject *args);
 PyObject *codec_decode(PyObject *self, PyObject *args);
 // Makes a tuple and a dict of the arguments of a vectorcall.  The caller owns both.  Returns 0, or sets an exception.

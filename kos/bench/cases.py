@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from kos.comm.operations import COLLECTIVES, PART, PARTS, WHOLE
-from kos.comm.operations import OPERATIONS as FACTS
+from kos.comm.operation import COLLECTIVES, PART, PARTS, WHOLE
+from kos.comm.operation import OPERATIONS as FACTS
 from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 

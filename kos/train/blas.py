@@ -1,50 +1,21 @@
-"""What NumPy's BLAS is told: its kernels, before NumPy loads it, and how many threads a process gives it."""
+"""What NumPy's BLAS is told: how long its threads spin, and how many of them a process has."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-KERNELS, TIMEOUT = "OPENBLAS_CORETYPE", "OPENBLAS_THREAD_TIMEOUT"
+TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 SPIN = 17
 """OpenBLAS's threads that have no work spin for two to this power cycles, about 50 µs, and then sleep. Its own value
 is 26, which is 26 ms of a core that another process could use."""
-OF_AVX_2 = {"Haswell", "Zen"}
-OF_AVX_512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # the first that is set counts, as for OpenBLAS
 
 
-def prepare(root: Path = Path("/")) -> None:
-    """Set what OpenBLAS reads when NumPy loads it, unless the user set it. Has no effect if NumPy is loaded.
-
-    OpenBLAS up to 0.3.31 does not know AMD's Zen 5, and takes its kernels for AVX2. Those for AVX-512, which it calls
-    SkylakeX, multiply matrices 1.7 times as fast there.
-    """
-    if "numpy" in sys.modules:
-        return
+def prepare() -> None:
+    """Set what OpenBLAS reads when NumPy loads it, unless the user set it. Has no effect if NumPy is loaded."""
     os.environ.setdefault(TIMEOUT, str(SPIN))
-    if has_avx_512_of_amd(root):
-        os.environ.setdefault(KERNELS, "SkylakeX")
-
-
-def has_avx_512_of_amd(root: Path = Path("/")) -> bool:
-    try:
-        with open(root / "proc/cpuinfo", "rb", buffering=0) as file:
-            first = file.read(8192).decode(errors="replace")  # of the first processor: of many, the whole takes long
-    except OSError:
-        return False
-    return "AuthenticAMD" in first and set(first.split()) >= OF_AVX_512
-
-
-def slow_kernels(pools: Iterable[Mapping[str, Any]], root: Path = Path("/")) -> str | None:
-    """What to do if NumPy was loaded before ``prepare``, and multiplies with kernels that are slow on this CPU."""
-    slow = any(pool["internal_api"] == "openblas" and pool.get("architecture") in OF_AVX_2 for pool in pools)
-    if not slow or KERNELS in os.environ or not has_avx_512_of_amd(root):
-        return None
-    return f"OpenBLAS uses no AVX-512 on this CPU: import kos.train before numpy, or set {KERNELS}=SkylakeX"
 
 
 def cores_of_quota(root: Path = Path("/")) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import platform
 import re
@@ -20,12 +19,12 @@ import numpy  # noqa: F401 - loads BLAS
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.cuda.devices import visible_devices
-from kos.train.blas import slow_kernels, threads_of_rank
+from kos.train.blas import threads_of_rank
+from kos.train.ops import compiled
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
-_log = logging.getLogger(__name__)
 DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 
 PEAK_FLOPS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
@@ -57,8 +56,7 @@ def limit_threads(comm: Communicator, threads: int | None = None) -> int:
     sharing = comm.all_gather_bytes(place).count(place)
     threads = threads or threads_of_rank(len(cores), sharing)
     thread_pools().limit(limits=threads)
-    if advice := slow_kernels(thread_pools().info()):
-        _log.warning("%s", advice)
+    compiled.use_threads(threads)
     return threads
 
 

@@ -20,8 +20,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.operation import CORE_OPERATIONS, Operation
-from kos.comm.operations import OPERATIONS
+from kos.comm.operation import CORE_OPERATIONS, OPERATIONS, Operation
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn

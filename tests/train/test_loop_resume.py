@@ -59,7 +59,7 @@ def test_a_deterministic_run_with_another_order_of_sums_is_refused(text, tmp_pat
     written = json.loads(manifest.read_text())
     del written["config"]["order_of_sums"]
     manifest.write_text(json.dumps(written))
-    with pytest.raises(CheckpointError, match=r"step-2: --deterministic: expected .* order 2, .* got order 1: .*"):
+    with pytest.raises(CheckpointError, match=r"step-2: --deterministic: expected .* order 3, .* got order 1: .*"):
         _train(text, tmp_path, steps=3, deterministic=True, resume="auto")
     assert [row["step"] for row in _train(text, tmp_path, steps=3, resume="auto")] == [1, 2, 3]
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from kos.comm.contract import Backend, Piece
 from kos.comm.control.base import ControlPlane
-from kos.comm.operation import Operation
-from kos.comm.operations import OPERATIONS, PARTS
+from kos.comm.operation import OPERATIONS, PARTS, Operation
 from kos.cuda import driver
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import Plan

@@ -30,7 +30,7 @@ from kos.train.ops.linear import LinearOps, bias_of
 from kos.train.ops.norm import Normalize
 from kos.train.parallel.mesh import ALONE, Axis
 
-ORDER = 2
+ORDER = 3
 """The number of this order on CPUs. It is another after a change of the bits: then older runs cannot be resumed."""
 
 PARTS = 8

@@ -17,7 +17,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled, of_function
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled, compiled, of_function
 from kos.train.ops.batch import Batch
 from kos.train.ops.norm import Normalize
 from kos.train.ops.numpy_attention import add_keys_and_values as add_keys_and_values
@@ -196,6 +196,8 @@ def rope_tables(
 
 def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
     """(a, b) -> (a cos - b sin, b cos + a sin), head by head; cos and sin become (d / 2, 1, T)."""
+    if compiled.rope(qkv, tables, heads, 1):
+        return
     cos, sin = (table.T[:, None] for table in tables)
     half, length = head_dim // 2, cos.shape[-1]
     by_half = _by_head(qkv, half, length)
@@ -214,7 +216,8 @@ def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, are
 
 def rope_backward(d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
     cos, sin = tables
-    rope(d_qkv, (cos, -sin), head_dim, heads, arena)
+    if not compiled.rope(d_qkv, tables, heads, -1):
+        rope(d_qkv, (cos, -sin), head_dim, heads, arena)
 
 
 def _by_head(x: Array, head_dim: int, length: int) -> Array:
@@ -229,6 +232,8 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 def swiglu(gate_up: Array, out: Array, arena: Arena) -> None:
     gates, ups = columns(gate_up).reshape(2, -1)
     hiddens = columns(out).reshape(-1)
+    if compiled.swiglu(gates, ups, hiddens):
+        return
     with arena.scope():
         half_block = take_block(arena, out.dtype)
         for block in blocks(gates.size):
@@ -254,15 +259,17 @@ def linear_swiglu_backward(d_out: Array, weight: Array, gate_up: Array, d_gate_u
 
 def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
     """With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out (out + s (up - out))."""
+    (gates, ups), d_hiddens = columns(gate_up).reshape(2, -1), columns(d_out).reshape(-1)
+    d_gates, d_ups = columns(d_gate_up).reshape(2, -1)
+    if compiled.swiglu_backward(gates, ups, d_hiddens, d_gates, d_ups):
+        return
     if out is None:
         with arena.scope():
             out = empty_columns(arena, len(d_out), d_out.shape[1], d_out.dtype)
             swiglu(gate_up, out, arena)
             swiglu_backward(d_out, gate_up, out, d_gate_up, arena)
         return
-    gates, ups = columns(gate_up).reshape(2, -1)
-    d_gates, d_ups = columns(d_gate_up).reshape(2, -1)
-    hiddens, d_hiddens = columns(out).reshape(-1), columns(d_out).reshape(-1)
+    hiddens = columns(out).reshape(-1)
     with arena.scope():
         s_block = take_block(arena, out.dtype)
         for block in blocks(gates.size):
@@ -357,6 +364,8 @@ def count_targets(targets: Array, out: Array) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, count: Array | None, losses: Array, arena: Arena) -> None:
+    if compiled.cross_entropy(logits, targets, count, losses):
+        return
     for rows in blocks(*logits.shape):
         z, loss, kept = logits[rows], losses[rows], targets[rows] != IGNORE
         at_target = np.arange(len(z)), np.where(kept, targets[rows], 0)

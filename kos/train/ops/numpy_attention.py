@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.memory.arena import Arena
-from kos.train.ops import Attend, Mask
+from kos.train.ops import Attend, Mask, compiled
 from kos.train.ops.numpy_blocks import Array, of_rows, ones
 
 SCORES = 262_144  # elements: scores that are in memory at once
@@ -41,6 +41,8 @@ def attention_mask(
 
 def attention(a: Attend, arena: Arena) -> None:
     """Causal attention, written to ``out``; or to all keys, merged with ``out``."""
+    if compiled.attention(a):
+        return
     q_all, k_all, v_all, out_all, lse_all = _views(a)
     d, group = q_all.shape[2:4]
     row, masked = ones(k_all.shape[-1], q_all.dtype), a.mask is not None
@@ -83,6 +85,8 @@ def attention_backward(a: Attend, d_out: Array, d_qkv: Array, arena: Arena, d_kv
     Both subtractions are part of the matrix products, as one more row: ones in K and V, and the subtrahend in Q and
     d_out.  Attention to others adds to dQ.
     """
+    if d_kv is None and compiled.attention_backward(a, d_out, d_qkv):
+        return
     (q_all, k_all, v_all, out_all, lse_all), accumulate = _views(a), a.mask is not None
     do_all, dq_all = (_of_queries(x, a) for x in (d_out, d_qkv))
     if d_kv is None:

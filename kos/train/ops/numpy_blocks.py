@@ -14,7 +14,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
+from kos.train.ops import SCALE_BLOCK, Scaled, compiled, scales_shape
 from kos.train.ops.norm import Normalize
 
 Array = np.ndarray
@@ -94,7 +94,8 @@ def _reciprocal_rms(x: Array, eps: float, out: Array) -> None:
 
 
 def normalize(x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
-    (_rms_norm if norm.bias is None else _layer_norm)(x, norm, out, statistics)
+    if norm.bias is not None or not compiled.normalize(x, norm, out, statistics):
+        (_rms_norm if norm.bias is None else _layer_norm)(x, norm, out, statistics)
 
 
 def normalize_backward(
@@ -102,7 +103,9 @@ def normalize_backward(
     arena: Arena, d_bias: Array | None = None,
 ) -> None:  # fmt: skip
     if d_bias is None:
-        _rms_norm_backward(d_out, x, norm, statistics, dx, d_weight, accumulate, arena)
+        arguments = d_out, x, norm, statistics, dx, d_weight, accumulate, arena
+        if not compiled.normalize_backward(*arguments):
+            _rms_norm_backward(*arguments)
     else:
         _layer_norm_backward(d_out, x, norm, statistics, dx, d_weight, d_bias, accumulate, arena)
 

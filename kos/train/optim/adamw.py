@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kos.train.ops import compiled
 from kos.train.optim import Update, UpdateRule
 
 
@@ -33,8 +34,11 @@ class AdamW(UpdateRule):
         step_size = lr / (1 - beta1**number)
         root = 1 / math.sqrt(1 - beta2**number)
         shrink = 1 - lr * decay
+        factors = beta1, beta2, step_size, root, self.eps, shrink
 
         def update(w: np.ndarray, g: np.ndarray, state: Sequence[np.ndarray], out: np.ndarray) -> None:
+            if compiled.adamw(w, g, state, factors):
+                return
             m, v = state
             m *= beta1
             m += np.multiply(g, 1 - beta1, out=out)
