@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, TypeVar, dataclass_transform
 
 from kos.comm.reduction import Reduction
@@ -130,6 +131,21 @@ GROUP_CALLS = ("split", "group", "grid", "duplicate")
 """Calls that make groups.  As operations, with which the ranks compare these calls, they are barriers."""
 ANY = -1
 """The source of a message that any rank may send."""
+
+
+class Nobody(IntEnum):
+    """The type of ``NOBODY``."""
+
+    NOBODY = -2
+
+    def __repr__(self) -> str:
+        return "kos.NOBODY"
+
+    __str__ = __repr__
+
+
+NOBODY = Nobody.NOBODY
+"""Stands for a rank as the source or destination of a message: the call does nothing (MPI_PROC_NULL)."""
 AUTO = "auto"
 """The default algorithm."""
 COLLECTIVE_TAGS = 1 << 20
@@ -143,7 +159,7 @@ def _frozen(kind: type[T]) -> type[T]:
 
 
 class Message(NamedTuple):
-    """Destination and source of a message, as ranks of the group (or ANY), and the tag of each direction."""
+    """Destination and source of a message, as ranks of the group (ANY, NOBODY), and the tag of each direction."""
 
     dst: int | None = None
     src: int | None = None

@@ -252,6 +252,22 @@ def test_windows_on_some_ranks_are_refused(gpu, /, fake, deterministic):
 
 
 @on_each_rank(FakeRanks(2).run)
+def test_messages_to_nobody(gpu, /, fake):
+    x, y = Array.from_numpy(np.arange(4.0), 0), Array.zeros(4, np.float64, 0)
+    left, right = gpu.comm.grid(2).shift(0)
+    assert gpu.comm.send_recv(x, y, right, left) is y
+    assert y.numpy().tolist() == ([0, 0, 0, 0] if gpu.comm.rank == 0 else [0, 1, 2, 3])
+    with gpu.comm.batch(async_op=True) as batch:
+        gpu.comm.send(x, left)
+        gpu.comm.recv(y, right)
+    batch.works[gpu.comm.rank].synchronize(5.0)
+    assert gpu.comm.recv(y, kos.NOBODY) is y and gpu.comm.send(x, kos.NOBODY, async_op=True).done()
+    batch.wait()
+    gpu.comm.synchronize()
+    assert y.numpy().tolist() == [0, 1, 2, 3]
+
+
+@on_each_rank(FakeRanks(2).run)
 def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu, /, fake):
     """A backend that becomes part of another closes its shared memory.
 
