@@ -33,9 +33,8 @@ from kos.comm.failures import EndedEarly, PendingRanks
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.gpu_work import unstarted
-from kos.comm.gpu.memory import Scratch, Windows, exchange_of
+from kos.comm.gpu.memory import MESSAGES, Scratch, Windows, as_messages, exchange_of, stage, windows_of
 from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, launch_of, launches_in_group
-from kos.comm.gpu.nccl_staging import MESSAGES, as_messages, stage, windows_of
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.waits import start_in_thread, wait_at_exit
