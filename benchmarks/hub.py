@@ -26,8 +26,8 @@ from statistics import median
 from typing import Any
 
 from kos.bench.report import provenance, to_json
-from kos.comm.control.env import Place, job_rendezvous
 from kos.comm.control.hub import CLOSE, DATA
+from kos.comm.control.place import Place, job_rendezvous
 from kos.comm.control.wire import Network, Waiting, authenticate, connect, fill, receive_greeting
 from kos.commands import program
 from kos.errors import RankLost

@@ -79,7 +79,7 @@ def toolchain() -> dict[str, str]:
 def ranks() -> list[Any]:
     """Two communicators, of ranks of this process that share a segment."""
     import kos
-    from kos.comm.control.env import env_rendezvous
+    from kos.comm.control.place import env_rendezvous
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kos import errors
-    from kos.comm import Communicator, PremulSum, ReduceOp, Work, init, join, register_backend
+    from kos.comm import NOBODY, Communicator, PremulSum, ReduceOp, Work, init, join, register_backend
 
 __version__ = "0.3.0"
 
 __all__ = [
-    "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "errors", "init", "join", "register_backend",
+    "NOBODY", "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "errors", "init", "join",
+    "register_backend",
 ]  # fmt: skip
 
 

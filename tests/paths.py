@@ -15,7 +15,7 @@ import numpy as np
 
 import kos
 from kos import ReduceOp
-from kos.comm.control.env import env_rendezvous
+from kos.comm.control.place import env_rendezvous
 from tests.comm.tcp_ranks import TIMEOUT, environment, free_port, run_threads
 
 

@@ -48,11 +48,13 @@ MORE_MPI_SIZES = (2, 3, 4)  # with --all
 # and all of these need GPUs.
 WITH_MPI = (
     "tests/comm/test_any_source.py",
+    "tests/comm/test_buffers.py",
     "tests/comm/test_conformance.py",
     "tests/comm/test_failures.py",
     "tests/comm/test_handlers.py",
     "tests/comm/test_long_waits.py",
     "tests/comm/test_message_failures.py",
+    "tests/comm/test_neighbours.py",
     "tests/comm/test_operations.py",
     "tests/comm/test_pretended_hosts.py",
     "tests/comm/test_programs.py",

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from kos.comm.operations import OPERATIONS
+from kos.comm.operation import OPERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "kos" / "comm" / "collectives.py"

@@ -21,7 +21,7 @@ def messages() -> str:
 
 
 def rendezvous() -> str:
-    """``kos.comm.control.env``, ``hub`` and ``wire``."""
+    """``kos.comm.control.place``, ``hub`` and ``wire``."""
     return exchange("Rendezvous over TCP", "the hub is a thread of rank 0, at MASTER_ADDR:MASTER_PORT",
                     ["rank 0", "hub", "rank 1", "rank 2", "rank 3"], [
         (0, 1, "starts, socket pair"), (2, 1, "call, proves secret"), (4, 1, "call, proves secret"),

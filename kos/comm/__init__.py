@@ -10,17 +10,18 @@ from kos.comm.arguments import NCCLOptions, check_bool, check_nccl, check_timeou
 from kos.comm.batch import Batch
 from kos.comm.communicator import Communicator
 from kos.comm.control.bootstrap import default_rendezvous, join_rendezvous, rendezvous_of
-from kos.comm.create import communicator, sees_gpu, versions
+from kos.comm.create import BACKENDS, communicator, register_backend, register_installed, sees_gpu, versions
+from kos.comm.grid import Grid
 from kos.comm.matching import Envelope
+from kos.comm.operation import NOBODY
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
-from kos.comm.registry import BACKENDS, register_backend, register_installed
 from kos.comm.work import Work
 from kos.environment import KOS_JOIN
 from kos.errors import InvalidArgument, RankLost, RendezvousError, without_own_frames
 
 __all__ = [
-    "BACKENDS", "Batch", "Communicator", "Envelope", "NCCLOptions", "PremulSum", "ReduceOp", "Work",
+    "BACKENDS", "NOBODY", "Batch", "Communicator", "Envelope", "Grid", "NCCLOptions", "PremulSum", "ReduceOp", "Work",
     "init", "join", "register_backend",
 ]  # fmt: skip
 

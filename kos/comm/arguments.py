@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, NOBODY
 from kos.comm.schedules import algorithms, collectives
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
@@ -91,7 +91,9 @@ def check_ranks(what: str, ranks: Any, size: int) -> list[int]:
 
 
 def check_peer(what: str, rank: Any, me: int, size: int) -> int:
-    """A rank of a group of ``size`` that is not this one."""
+    """A rank of a group of ``size`` that is not this one, or NOBODY."""
+    if rank is NOBODY:
+        return NOBODY
     rank = check_rank(what, rank, size)
     if rank == me:
         raise InvalidArgument(f"{what}: expected another rank, got this rank, {me}")

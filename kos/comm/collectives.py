@@ -23,7 +23,7 @@ import numpy as np
 from numpy import ndarray  # faster than np.ndarray, as numpy has a __getattr__
 
 from kos._core import native
-from kos.comm import host_compressed
+from kos.comm import compression
 from kos.comm.arguments import (
     check_algorithm,
     check_bool,
@@ -44,11 +44,21 @@ from kos.comm.arguments import (
     shard_shape,
     size_and_place,
 )
+from kos.comm.call_guards import interruptible
 from kos.comm.compression import check_compress, shards
-from kos.comm.handlers import interruptible
 from kos.comm.matching import Envelope
-from kos.comm.operation import ANY, AUTO, CORE_OPERATIONS, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
-from kos.comm.prepared import APART, BY_CAPTURE, Prepared, Store, resized
+from kos.comm.operation import (
+    ANY,
+    AUTO,
+    CORE_OPERATIONS,
+    NO_MESSAGE,
+    NOBODY,
+    POINT_TO_POINT,
+    Message,
+    Operation,
+    Options,
+)
+from kos.comm.prepared import APART, BY_CAPTURE, Nothing, Prepared, Store, resized, without_memory
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
@@ -272,6 +282,8 @@ class Operations:
 
     def _prepare_anew(self, o: Operation) -> Prepared:
         """Have the backend for the memory of ``o`` prepare it; a barrier runs on the GPUs if a stream waits for it."""
+        if NOBODY in o.message[:2]:
+            return Nothing(without_memory(o), self.backend)
         first, host = o.send or o.recv, self.host
         on_gpu = o.options.on_stream if first is None else first.device is not None
         if host is None or host is self.backend or on_gpu:
@@ -297,7 +309,7 @@ class Operations:
             if self._closed:  # its backend has no memory to publish a description in
                 self._check_open()
             if o.options.compress:
-                host_compressed.check(o)
+                compression.check(o)
             prepared = self._prepare_anew(o)
             prepared.description = self._group, prepared.operation
             if prepared.cacheable and not o.options.purpose:
@@ -781,6 +793,8 @@ class Operations:
         may return before the message is received.  A message that is not received within the timeout breaks the
         communicator.
 
+        A message to ``kos.NOBODY`` is not sent.
+
             comm.send(activations, dst=comm.rank + 1)
         """
         options = self._options("send", async_op, timeout)
@@ -796,7 +810,8 @@ class Operations:
         CollectiveMismatch.  With ``src=None``, receives the next message with ``tag`` from any rank, and returns ``(x,
         src)`` with the rank that sent it.  Receives with the same tag match in the order in which they were called.
         Only backends for host memory receive from any rank; others raise BackendUnavailable.  A receive from any rank
-        raises RankLost when a rank is lost, or when all others have closed the communicator.
+        raises RankLost when a rank is lost, or when all others have closed the communicator.  With ``src=kos.NOBODY``,
+        returns ``x`` as it is.
 
             comm.recv(activations, src=comm.rank - 1)
             gradients, worker = comm.recv(gradients)
@@ -814,6 +829,7 @@ class Operations:
 
         The two messages have the same ``tag`` and match those of ``send`` and ``recv``; ``out`` does not overlap ``x``.
         ``dst`` and ``src`` are other ranks: a message to oneself raises InvalidArgument, also in a group of one rank.
+        With ``kos.NOBODY`` on one side, only the other message is sent; ``out`` does not change if ``src`` is NOBODY.
 
             comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
         """
@@ -823,7 +839,14 @@ class Operations:
         expect_place(recv, send)
         refuse_overlap(send, recv)
         message = Message(dst, src, check_tag(tag), tag)
-        return self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
+        if (dst is not NOBODY and src is not NOBODY) or dst is src:
+            return self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
+        if dst is NOBODY:
+            message = Message(src=src, recv_tag=tag)
+            return self._prepare(Operation("recv", self.rank, options, recv=recv, message=message))
+        work = self._prepare(Operation("send", self.rank, options, send, message=Message(dst, tag=tag)))
+        work.array = recv.array
+        return work
 
     @_operation
     def send_bytes(self, data: bytes | bytearray | memoryview, dst: int, tag: int = 0, *, async_op: bool = False,
@@ -851,15 +874,18 @@ class Operations:
                    timeout: float | None = None) -> Any:
         """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
 
-        With ``src=None``, receives from any rank, and returns ``(data, src)``.  It works as ``recv``, and raises the
-        same errors: CollectiveMismatch if the message is an array of another dtype than uint8.  It may not be in a
-        batch.
+        With ``src=None``, receives from any rank, and returns ``(data, src)``.  With ``src=kos.NOBODY``, returns b"".
+        It works as ``recv``, and raises the same errors: CollectiveMismatch if the message is an array of another dtype
+        than uint8.  It may not be in a batch.
 
             data, src = comm.recv_bytes()
         """
         options = self._options("recv_bytes", async_op, timeout)
         self._refuse_batch("recv_bytes")
-        return self._prepare(self._awaited("recv_bytes", options, src, tag))
+        work = self._prepare(self._awaited("recv_bytes", options, src, tag))
+        if src is NOBODY:
+            work.array = b""
+        return work
 
     @interruptible
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
@@ -875,6 +901,8 @@ class Operations:
             envelope = comm.probe()
             x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src)
         """
+        if src is NOBODY:
+            raise InvalidArgument("src: expected another rank or None for probe, got kos.NOBODY")
         operation = self._awaited("probe", self._options("probe", False, timeout), src, tag)
         self._refuse_batch("probe")
         if check_bool("wait", wait):

@@ -15,14 +15,13 @@ import numpy as np
 from kos.comm import watchdog
 from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
 from kos.comm.batch import Batch
+from kos.comm.call_guards import interruptible, interruption, one_thread
 from kos.comm.collectives import Operations
 from kos.comm.contract import Probe
 from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.groups import Groups
-from kos.comm.handlers import interruptible, interruption
 from kos.comm.host.host_backend import HostBackend
-from kos.comm.one_thread import one_thread
 from kos.comm.operation import CORE_OPERATIONS, Operation, Options
 from kos.comm.prepared import record_start
 from kos.comm.recorder import Group, Recorder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import time
 import weakref
 from abc import abstractmethod
@@ -17,20 +16,19 @@ import numpy as np
 
 from kos.comm.arguments import (
     NCCLOptions,
-    check_int,
     check_nccl,
     check_rank,
     check_ranks,
-    check_shape,
     check_timeout,
     number_in,
 )
+from kos.comm.call_guards import interruptible
 from kos.comm.collectives import Operations
 from kos.comm.contract import CHANGES, UNMADE, Probe
 from kos.comm.control.base import ControlPlane
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
 from kos.comm.create import communicator, versions
-from kos.comm.handlers import interruptible
+from kos.comm.grid import Grid, grid_sizes
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
 from kos.errors import CollectiveError, InvalidArgument, KosError, OutOfMemory, RankLost, RendezvousError
@@ -107,25 +105,27 @@ class Groups(Operations):
         return self._split(color, key, "group", f"ranks {members}", nccl, call="group")
 
     @interruptible
-    def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> tuple[Self, ...]:
+    def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> Grid[Self]:
         """A communicator for each axis of a grid of all ranks, whose last axis varies fastest.
 
         ``shape`` are the sizes of the axes, with a product of ``size``.  One of them may be -1: it is inferred, as in
         NumPy's reshape.  The communicator of axis ``a`` holds the ranks whose coordinates differ from this rank's along
-        ``a`` alone; its ``rank`` is this rank's coordinate.
+        ``a`` alone; its ``rank`` is this rank's coordinate.  ``shift`` of the result returns neighbours.
         Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.  Raises InvalidArgument if the
         product is not ``size``, and the errors of ``split``.
 
             column, row = comm.grid((2, -1))           # of 8 ranks: column.size == 2, row.size == 4
         """
-        sizes = _grid_sizes(shape, self.size)
+        sizes = grid_sizes(shape, self.size)
         place, axes = np.unravel_index(self.rank, sizes), []
         for axis in range(len(sizes)):
             first = np.ravel_multi_index([0 if a == axis else at for a, at in enumerate(place)], sizes)
             group = self._split(int(first), self.rank, f"axis{axis}-{first}", f"shape {sizes}", nccl, call="grid")
             assert group is not None
             axes.append(group)
-        return tuple(axes)
+        grid = Grid(axes)
+        grid.shape, grid.coordinates = sizes, tuple(map(int, place))
+        return grid
 
     @property
     def local_ranks(self) -> list[int]:
@@ -478,15 +478,3 @@ class Groups(Operations):
                 made._requested = self._requested
                 undo.pop_all()
         return made
-
-
-def _grid_sizes(shape: Any, ranks: int) -> tuple[int, ...]:
-    """The sizes of the axes of a grid of all ranks; a -1 is inferred from the product, ``ranks``."""
-    given = tuple(check_int("shape", size) for size in (shape if isinstance(shape, tuple | list) else (shape,)))
-    known = math.prod(check_shape([size for size in given if size != -1]))
-    if given.count(-1) > 1:
-        raise InvalidArgument(f"shape: expected at most one -1, got {given}")
-    sizes = tuple(ranks // (known or 1) if size == -1 else size for size in given)
-    if math.prod(sizes) != ranks:
-        raise InvalidArgument(f"shape: expected a product of {ranks}, the number of ranks, got {given}")
-    return sizes

@@ -21,8 +21,8 @@ from threading import get_ident
 from time import time_ns
 from typing import Any, NoReturn
 
-from kos.comm.one_thread import check_one_thread
-from kos.comm.operation import ANY, POINT_TO_POINT, Operation
+from kos.comm.call_guards import check_one_thread
+from kos.comm.operation import ANY, NOBODY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
@@ -126,6 +126,24 @@ class Prepared:
                 comm._active = None
 
 
+class Nothing(Prepared):
+    """How messages to and from NOBODY run: they are complete, if the communicator is intact."""
+
+    __slots__ = ()
+
+    def __init__(self, operation: Operation, backend: Any) -> None:
+        super().__init__(operation, backend, lambda work: None)
+        self.work = Work
+
+    def start(self, comm: Any, work: Work[Any], begun: bool = False) -> Any:
+        """Complete ``work``, which gets no number and no record."""
+        if comm._batch is not None:
+            return comm._batch.add(work)
+        comm._check_open()
+        self.backend.failures.refuse(self.name)
+        return work.result if self.blocking else work
+
+
 def without_memory(o: Operation) -> Operation:
     """The same request of any arrays that are alike."""
     send = None if o.send is None else _alike(o.send, 0)
@@ -196,10 +214,11 @@ def _arguments(o: Operation, group_suffix: str) -> str:
         text += f", root {o.root}{group_suffix}"
     same = message.dst is not None and (message.dst, message.tag) == (message.src, message.recv_tag)
     if message.dst is not None:
-        text += f", to {'and from ' * same}rank {message.dst}{group_suffix} with tag {message.tag}"
+        destination = "nobody" if message.dst == NOBODY else f"rank {message.dst}{group_suffix}"
+        text += f", to {'and from ' * same}{destination} with tag {message.tag}"
     if message.src is not None and not same:
-        source = "any rank" if message.src == ANY else f"rank {message.src}"
-        text += f", from {source}{group_suffix} with tag {message.recv_tag}"
+        source = {ANY: "any rank", NOBODY: "nobody"}.get(message.src, f"rank {message.src}")
+        text += f", from {source}{group_suffix * (message.src != NOBODY)} with tag {message.recv_tag}"
     if o.options.purpose:
         text += f", for {o.options.purpose}"
     return text

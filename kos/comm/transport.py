@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kos.comm import host_compressed
+from kos.comm import compression
 from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
 from kos.comm.matching import BYTES, Matching, Receive
-from kos.comm.operation import ANY, AUTO, Operation
-from kos.comm.operations import COLLECTIVES, PARTS
+from kos.comm.operation import ANY, AUTO, COLLECTIVES, PARTS, Operation
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
@@ -245,7 +244,7 @@ class ScheduledCalls:
         yield from self.send_pieces(work, send.__getitem__, recv)
 
     def _all_gather_v(self, work: Work[Any]) -> Steps:
-        pieces = host_compressed.split(work.recv, work.prepared.operation.recv_counts or ())
+        pieces = compression.split(work.recv, work.prepared.operation.recv_counts or ())
         yield from self.send_to_all(work, [work.send], [[piece] for piece in pieces])
 
     def _pieces(
@@ -254,14 +253,14 @@ class ScheduledCalls:
         """The piece of ``x`` for each rank, or from it; None for a rank that is none of ``peers``."""
         if not any(peers):
             return [None] * self.size
-        pieces = host_compressed.split(x, counts or [x.size // self.size] * self.size) if kind == PARTS else None
+        pieces = compression.split(x, counts or [x.size // self.size] * self.size) if kind == PARTS else None
         return [(x if pieces is None else pieces[rank]) if peer else None for rank, peer in enumerate(peers)]
 
     def _reduce_scatter_v(self, work: Work[Any]) -> Steps:
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        pieces = host_compressed.split(staged, work.prepared.operation.send_counts or ())
+        pieces = compression.split(staged, work.prepared.operation.send_counts or ())
         yield from self.send_pieces(work, pieces.__getitem__, list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
@@ -269,7 +268,7 @@ class ScheduledCalls:
 
     def _compressed(self, work: Work[Any]) -> Steps:
         """Any operation that sends compressed data."""
-        return host_compressed.steps(work, self)
+        return compression.steps(work, self)
 
     def _barrier(self, work: Work[Any]) -> Steps:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None

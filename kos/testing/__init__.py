@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_bool, check_timeout, number_in
+from kos.comm.call_guards import program_line
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup, ThreadWorld, rank_thread
-from kos.comm.one_thread import program_line
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
 from kos.testing.watch import Deadlock, Watch

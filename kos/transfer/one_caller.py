@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
-from kos.comm.one_thread import program_line
+from kos.comm.call_guards import program_line
 from kos.errors import TransferError
 
 

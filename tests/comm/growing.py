@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.env import env_rendezvous
+from kos.comm.control.place import env_rendezvous
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, environment, free_port, run_threads
 

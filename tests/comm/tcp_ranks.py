@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.hub import Hub
+from kos.comm.control.place import env_rendezvous
 from kos.errors import RendezvousError
 from tests.comm import ranks
 from tests.forked import PATHS, Forked, fork_server

@@ -14,7 +14,7 @@ import pytest
 import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
-from kos.comm.operations import COLLECTIVES
+from kos.comm.operation import COLLECTIVES
 from kos.cuda.streams import LEGACY
 from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer

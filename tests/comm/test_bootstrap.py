@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control import bootstrap, offers
+from kos.comm.control import bootstrap, place
 from kos.comm.control.bootstrap import store_rendezvous
 from kos.comm.control.wire import Network
 from kos.errors import InvalidArgument, RendezvousError
@@ -111,7 +111,7 @@ def test_an_exchange_of_another_framework(monkeypatch, hosts):
             socket.gethostbyname(platform.node())
         except OSError as error:
             pytest.skip(f"this host does not resolve its own name: {error}")
-        monkeypatch.setattr(offers, "loopback_id", lambda: f"host {named.rank}")
+        monkeypatch.setattr(place, "loopback_id", lambda: f"host {named.rank}")
 
     def body(rank):
         named.rank, member = rank, group.of(rank)
@@ -304,9 +304,9 @@ class Echo:
 def test_ranks_of_other_network_namespaces_do_not_meet_at_a_loopback_address(monkeypatch):
     """Whether they share a store or an exchange."""
     here, given = threading.local(), list[Any]()
-    monkeypatch.setattr(offers.os, "readlink", lambda path: f"net:{here.rank}")
+    monkeypatch.setattr(place.os, "readlink", lambda path: f"net:{here.rank}")
     monkeypatch.setattr(bootstrap, "listen_for", lambda hosts: given.append(hosts) or (None, {"error": "seen"}))
-    monkeypatch.setattr(offers, "listen_for", bootstrap.listen_for)
+    monkeypatch.setattr(place, "listen_for", bootstrap.listen_for)
 
     def body(rank, rendezvous):
         here.rank = rank

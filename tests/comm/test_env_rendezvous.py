@@ -12,8 +12,8 @@ import pytest
 
 import kos
 from kos.comm.control.bootstrap import default_rendezvous
-from kos.comm.control.env import Place
 from kos.comm.control.group import TCPControlPlane
+from kos.comm.control.place import Place
 from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.control.wire import Acceptor
 from kos.errors import RendezvousError
@@ -205,7 +205,7 @@ def test_a_busy_port():
 
 
 def test_a_port_that_becomes_free(monkeypatch):
-    monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 20.0)
+    monkeypatch.setattr("kos.comm.control.place.BUSY_SECONDS", 20.0)
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     ranks = [environment(rank, 2, port) for rank in range(2)]

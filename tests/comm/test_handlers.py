@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.env import env_rendezvous
+from kos.comm.control.place import env_rendezvous
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.host import tcp_messages
 from kos.comm.recorder.on_signal import dump_on_signal

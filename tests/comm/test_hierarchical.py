@@ -20,7 +20,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.bench import tables as tune
-from kos.comm.compression import FORMATS
+from kos.comm.compression import FORMATS, IN_PHASES
 from kos.comm.control.base import ControlPlane
 from kos.comm.gpu import hierarchical
 from kos.comm.gpu.backend import GPUBackend
@@ -33,7 +33,6 @@ from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import PHASES
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
-from kos.comm.host_compressed import IN_PHASES
 from kos.comm.tuning import Table, key, parse, user_path
 from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.memory.array import Array

@@ -9,7 +9,7 @@ import pytest
 import kos
 from benchmarks.between_hosts import crossing
 from kos._core import native
-from kos.comm import host_compressed
+from kos.comm import compression
 from kos.comm.compression import FORMATS
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
@@ -115,7 +115,7 @@ def test_the_same_bits_on_any_hosts_and_in_any_segments(request, monkeypatch):
 
     expected, in_phases = spawn(_sums, 4), spawn(unordered, 4, hosts=[2, 2])
     request.getfixturevalue("messages")
-    monkeypatch.setattr(host_compressed, "SEGMENT", 64)
+    monkeypatch.setattr(compression, "SEGMENT", 64)
     on_hosts(monkeypatch, (2, 2))
     for found in (spawn(_sums, 4, hosts=[2, 2]), spawn(_sums, 4, hosts=[3, 1]), TCPRanks(4).run(_sums)):
         assert found == expected

@@ -21,9 +21,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.hub import DATA, RESULT, is_cut_off, pair, send
+from kos.comm.control.place import env_rendezvous
 from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, admit_all, drive
 from kos.errors import CollectiveTimeout, KosError, RankLost, RendezvousError
 from tests.comm.ranks import no_file_may_be_opened, on_threads
@@ -43,7 +43,7 @@ from tests.forked import python
 
 def test_the_last_answers_arrive_without_a_close():
     """The process of rank 0 ends only when the hub has sent the answer to the others."""
-    code = "from kos.comm.control.env import env_rendezvous\nenv_rendezvous(60).allgather(b'x' * 30_000_000)"
+    code = "from kos.comm.control.place import env_rendezvous\nenv_rendezvous(60).allgather(b'x' * 30_000_000)"
     port = free_port()
     rank0 = start([*python(), "-c", code], 0, 2, port)
     try:

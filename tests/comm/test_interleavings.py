@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPControlPlane
+from kos.comm.control.place import env_rendezvous
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.control.wire import Network
 from kos.comm.failures import FailureLog

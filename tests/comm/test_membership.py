@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import kos
-from kos.comm.control.env import env_rendezvous
+from kos.comm.control.place import env_rendezvous
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.errors import CollectiveError, KosError, RankLost, RendezvousError
 from tests.comm.growing import both, known

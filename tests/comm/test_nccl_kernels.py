@@ -6,7 +6,7 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from kos.comm.gpu.ordered_sum import KERNELS
+from kos.comm.gpu.composed import ORDERED
 from kos.dtypes import DTYPES
 from tests.comm.fake_gpu import FakeKernel
 from tests.comm.host_kernel import HostKernel
@@ -45,7 +45,7 @@ def test_kernels_agree_with_their_stand_ins(seed, name, case):
     results = []
     for kernel in (
         FakeKernel(name, *case, RANKS),
-        HostKernel(KERNELS, name, 0, DTYPE=dtype, RESULT=result, OP=op, RANKS=RANKS),
+        HostKernel(ORDERED, name, 0, DTYPE=dtype, RESULT=result, OP=op, RANKS=RANKS),
     ):
         source = x.copy()
         out = np.zeros(COUNT * (RANKS if name == "scan_ordered" else 1), DTYPES[result].numpy)

@@ -252,6 +252,22 @@ def test_windows_on_some_ranks_are_refused(gpu, /, fake, deterministic):
 
 
 @on_each_rank(FakeRanks(2).run)
+def test_messages_to_nobody(gpu, /, fake):
+    x, y = Array.from_numpy(np.arange(4.0), 0), Array.zeros(4, np.float64, 0)
+    left, right = gpu.comm.grid(2).shift(0)
+    assert gpu.comm.send_recv(x, y, right, left) is y
+    assert y.numpy().tolist() == ([0, 0, 0, 0] if gpu.comm.rank == 0 else [0, 1, 2, 3])
+    with gpu.comm.batch(async_op=True) as batch:
+        gpu.comm.send(x, left)
+        gpu.comm.recv(y, right)
+    batch.works[gpu.comm.rank].synchronize(5.0)
+    assert gpu.comm.recv(y, kos.NOBODY) is y and gpu.comm.send(x, kos.NOBODY, async_op=True).done()
+    batch.wait()
+    gpu.comm.synchronize()
+    assert y.numpy().tolist() == [0, 1, 2, 3]
+
+
+@on_each_rank(FakeRanks(2).run)
 def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu, /, fake):
     """A backend that becomes part of another closes its shared memory.
 
@@ -407,8 +423,8 @@ def test_ranks_share_a_gpu_where_nccl_lets_them(number, setting, may, fake, monk
 
 def test_an_operation_whose_exchange_is_unknown_is_refused():
     """Otherwise it would move nothing and raise no error."""
-    with pytest.raises(NotImplementedError, match="expected an operation that exchanges pieces .*, got rotate"):
-        exchange_of(Operation("rotate", 0), 0, 2)
+    with pytest.raises(NotImplementedError, match="expected an operation that exchanges pieces .*, got unknown"):
+        exchange_of(Operation("unknown", 0), 0, 2)
 
 
 def test_a_plan_ends_its_group_if_a_step_raises():

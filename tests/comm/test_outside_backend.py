@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import registry
+from kos.comm import create
 from kos.comm.contract import Backend, Probe, lacking
 from kos.comm.control.threads import ThreadControlPlane
 from kos.comm.gpu.nccl import NCCLBackend
@@ -43,13 +43,13 @@ SIZE = 3
 @pytest.fixture
 def installed(monkeypatch):
     """Its folder and its metadata are on ``sys.path``, and the entry point is registered."""
-    before = dict(registry.BACKENDS)
+    before = dict(create.BACKENDS)
     monkeypatch.syspath_prepend(str(OUTSIDE))
-    (entry,) = entry_points(group=registry.GROUP, name="relay")
+    (entry,) = entry_points(group=create.GROUP, name="relay")
     kos.register_backend(entry.name, entry.load())
     yield
-    registry.BACKENDS.clear()
-    registry.BACKENDS.update(before)
+    create.BACKENDS.clear()
+    create.BACKENDS.update(before)
 
 
 def test_kos_finds_it_by_its_entry_point():
@@ -180,9 +180,9 @@ def test_the_gpu_is_current_in_the_thread_that_calls_exchange(gpus, call):
     assert seen == [0] * len(seen) and len(seen) >= 2 * SIZE
 
 
-@pytest.mark.parametrize("name", [name for name, kind in registry.BACKENDS.items() if kind.on_gpu])
+@pytest.mark.parametrize("name", [name for name, kind in create.BACKENDS.items() if kind.on_gpu])
 def test_the_backends_of_kos_for_gpus_are_of_the_contract(name):
-    kind = registry.BACKENDS[name]
+    kind = create.BACKENDS[name]
     assert issubclass(kind, Backend) and not lacking(kind) and not kind.on_host
 
 
@@ -259,7 +259,7 @@ def beside_nccl(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: b
         def probe(cls, rendezvous: Any) -> Probe:
             return Probe(nccl, "a stand-in")
 
-    registry.BACKENDS["nccl"] = NCCL  # ``installed`` restores it
+    create.BACKENDS["nccl"] = NCCL  # ``installed`` restores it
     tuned(monkeypatch, routes)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos._core import native
-from kos.comm.control.env import env_rendezvous
+from kos.comm.control.place import env_rendezvous
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
@@ -361,10 +361,10 @@ def test_a_refused_message_does_not_leave_its_sender_waiting(options, tmp_path):
 
 WITHOUT_TCP = """
 import numpy as np, kos
-from kos.comm.control import mpi as mpi, offers
+from kos.comm.control import mpi as mpi, place
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["KOS_HOST"] = {hosts}[int(rank)]
-offers.loopback_id = lambda: os.environ["KOS_HOST"]
+place.loopback_id = lambda: os.environ["KOS_HOST"]
 reach, refused = mpi.unreachable, "rank 2 did not reach rank 0 at x:1: refused"
 mpi.unreachable = lambda rank, offer: refused if rank == 2 else reach(rank, offer)
 comm = kos.init(timeout=60)

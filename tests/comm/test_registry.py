@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import registry
+from kos.comm import create
 from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import ControlPlane
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
@@ -37,12 +37,12 @@ def raises(rendezvous: ControlPlane) -> Probe:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """The packages that are installed: ``find(group)`` returns their entry points, none at first."""
-    before, installed = dict(registry.BACKENDS), SimpleNamespace(find=lambda group: [])
-    monkeypatch.setattr(registry, "installed", False)
-    monkeypatch.setattr(registry, "entry_points", lambda group: installed.find(group))
+    before, installed = dict(create.BACKENDS), SimpleNamespace(find=lambda group: [])
+    monkeypatch.setattr(create, "installed", False)
+    monkeypatch.setattr(create, "entry_points", lambda group: installed.find(group))
     yield installed
-    registry.BACKENDS.clear()
-    registry.BACKENDS.update(before)
+    create.BACKENDS.clear()
+    create.BACKENDS.update(before)
 
 
 def init(backend: str) -> kos.Communicator:
@@ -71,10 +71,10 @@ def test_a_registered_backend_is_one_of_kos():
     ("another", "kos", "expected a subclass of kos.comm.contract.Backend, got 'kos'"),
 ])  # fmt: skip
 def test_what_cannot_be_registered(name, kind, message):
-    before = dict(registry.BACKENDS)
+    before = dict(create.BACKENDS)
     with pytest.raises(InvalidArgument, match=message):
         kos.register_backend(name, kind)
-    assert before == registry.BACKENDS
+    assert before == create.BACKENDS
 
 
 def test_an_installed_package_offers_backends(installed):
@@ -97,7 +97,7 @@ def test_an_installed_package_offers_backends(installed):
     assert looked == ["kos.backends"]
     with init("auto") as comm:
         assert "missing  no      its entry point" in comm.explain()
-        assert registry.BACKENDS["mpi"] is not Another
+        assert create.BACKENDS["mpi"] is not Another
 
 
 def test_threads_wait_for_the_packages(installed):

@@ -25,7 +25,7 @@ if __name__ == "__main__" and sys.argv[3:]:
 import numpy as np
 
 import kos
-from kos.comm.control.env import env_rendezvous
+from kos.comm.control.place import env_rendezvous
 from kos.errors import KosError
 from tests.comm.gpu_eager import hits
 from tests.comm.tcp_ranks import both_ranks, environment, free_port

@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos import _core
-from kos.comm.control.env import env_rendezvous
+from kos.comm.control.place import env_rendezvous
 from kos.comm.host.shared.segment import PID, STARTED
 from kos.errors import KosError
 from tests.comm.tcp_ranks import environment, free_port

@@ -273,7 +273,7 @@ def test_no_multicast():
 
 def test_layout_is_the_hosts():
     """The offsets that the package peer computes are those of the headers."""
-    from kos.comm.gpu.peer import compressed, exchange
+    from kos.comm.gpu.peer import bind, exchange
     from kos.comm.gpu.peer import engine as peer
     from kos.comm.gpu.peer import record as words
 
@@ -286,7 +286,7 @@ def test_layout_is_the_hosts():
     (number,) = re.findall(r"#define NUMBER (\d+)\n", pieces)  # the tag's other bits: a kind, and bytes
     assert 1 << 63 - int(number) > peer.CHANNELS * exchange.BOX_PACKETS * exchange.PACKET_BYTES
     fused = (OF_COMM / "all_reduce_compressed.cu").read_text()
-    assert f"constexpr int SLOTS = {compressed._SLOTS}, " in fused
+    assert f"constexpr int SLOTS = {bind._SLOTS}, " in fused
     record = text[text.index("struct Record {") :].split("}")[0]
     names = re.findall(r"\b\w+(?=[,;])", record)
     assert [getattr(words, name.upper().removesuffix("_NS")) for name in names] == [*range(words.WAITS + 1)]

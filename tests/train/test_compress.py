@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos.comm.communicator import Communicator
-from kos.comm.compression import BLOCK, FORMATS, Format
-from kos.comm.host_compressed import feed_back
+from kos.comm.compression import BLOCK, FORMATS, Format, feed_back
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig

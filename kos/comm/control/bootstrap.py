@@ -23,13 +23,21 @@ from kos.comm import timeouts
 from kos.comm.arguments import number_in
 from kos.comm.control import listening, mpi_job
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.env import Place, env_rendezvous, job_rendezvous
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.identity import claimed, hold, load_secret
 from kos.comm.control.join import call_members
 from kos.comm.control.mpi import rendezvous_of_mpi
-from kos.comm.control.offers import checked_offer, exchange_offer, listen_for, loopback_id, place_by
+from kos.comm.control.place import (
+    Place,
+    checked_offer,
+    env_rendezvous,
+    exchange_offer,
+    job_rendezvous,
+    listen_for,
+    loopback_id,
+    place_by,
+)
 from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
 from kos.comm.failures import FailureLog, PendingRanks
 from kos.errors import InvalidArgument, RendezvousError, ignored, report_without_own_frames

@@ -19,8 +19,7 @@ import numpy as np
 from kos.comm import timeouts, waits
 from kos.comm.control import mpi_job
 from kos.comm.control.base import ControlPlane
-from kos.comm.control.env import Place, job_rendezvous
-from kos.comm.control.offers import exchange_offer, place_by, unreachable
+from kos.comm.control.place import Place, exchange_offer, job_rendezvous, place_by, unreachable
 from kos.comm.failures import FailureLog, PendingRanks
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host

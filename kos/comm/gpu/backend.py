@@ -25,14 +25,13 @@ from typing import Any, ClassVar
 from kos.comm import watchdog
 from kos.comm.contract import UNMADE, Backend, messages_of
 from kos.comm.control.base import ControlPlane
-from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
+from kos.comm.gpu.composed import CompressedOperation, OrderedReduction, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.gpu_health import WatchedBackend
 from kos.comm.gpu.gpu_work import DeviceWork, PooledEvent, free_finished
 from kos.comm.gpu.memory import exchange_of
 from kos.comm.gpu.order import Order
-from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import PHASES, Choices, single_rank_plan
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.operation import NO_MESSAGE, Operation

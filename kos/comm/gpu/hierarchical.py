@@ -9,12 +9,12 @@ The phases of a call follow each other on one stream.  They are not pipelined: a
 by side would each wait for other GPUs, on which the other one may hold the multiprocessors.
 
 It is a route beside ``nccl``, which carries all other calls.  ``deterministic=True`` stays on NCCL's exchange between
-all ranks (``ordered_sum``).  It adds in rank order, ((x0 + x1) + x2) + x3, and phases would add the sums of hosts,
+all ranks (``composed``).  It adds in rank order, ((x0 + x1) + x2) + x3, and phases would add the sums of hosts,
 (x0 + x1) + (x2 + x3).  So do calls for which neither a measured tuning table nor the prediction of ``links`` finds
 phases faster.
 
 A compressed all_reduce or reduce_scatter always runs in phases.  They compress only on the rails (see
-``host_compressed``).
+``compression``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from kos.comm.compression import shards
+from kos.comm.compression import IN_PHASES, shards
 from kos.comm.contract import UNMADE, Backend, Probe
 from kos.comm.control.base import ControlPlane
-from kos.comm.gpu.compressed import bind_feed_back
+from kos.comm.gpu.composed import bind_feed_back
 from kos.comm.gpu.devices import table_between
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.routes import PHASES
-from kos.comm.host_compressed import IN_PHASES
 from kos.comm.operation import Operation, Options
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Engine, Work

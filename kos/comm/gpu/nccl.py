@@ -3,7 +3,7 @@
 Data movement uses bytes and supports every dtype.  NCCL reduces where its results equal those of other backends:
 float32 and float64, integers, complex numbers as pairs.  It also adds 16-bit floats, fast, but rounds to 16 bits at
 each rank; ``deterministic=True`` adds them in fp32 and in rank order.  A kernel of kos between two exchanges
-(``ordered_sum``) does that, and the reductions that NCCL lacks: 8-bit floats, int16, bit operations, minima that keep
+(``composed``) does that, and the reductions that NCCL lacks: 8-bit floats, int16, bit operations, minima that keep
 NaN.  Results are bit-identical on all ranks in each case.
 
 The ranks join NCCL's communicator on a thread, which takes seconds.  The first call on a GPU waits for that, also if
@@ -33,9 +33,8 @@ from kos.comm.failures import EndedEarly, PendingRanks
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.gpu_work import unstarted
-from kos.comm.gpu.memory import Scratch, Windows, exchange_of
+from kos.comm.gpu.memory import MESSAGES, Scratch, Windows, as_messages, exchange_of, stage, windows_of
 from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, launch_of, launches_in_group
-from kos.comm.gpu.nccl_staging import MESSAGES, as_messages, stage, windows_of
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.waits import start_in_thread, wait_at_exit

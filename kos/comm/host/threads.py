@@ -23,8 +23,7 @@ from kos.comm.control.base import ControlPlane
 from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Operation
-from kos.comm.operations import COLLECTIVES, PARTS, Facts
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, COLLECTIVES, GROUP_CALLS, PARTS, Facts, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising

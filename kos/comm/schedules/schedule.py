@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kos.comm.operations import COLLECTIVES, PARTS
+from kos.comm.operation import COLLECTIVES, PARTS
 from kos.errors import KosError, plural
 
 Indices: TypeAlias = "np.ndarray | int"

@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kos.comm.operations import COLLECTIVES, PARTS
+from kos.comm.operation import COLLECTIVES, PARTS
 from kos.comm.schedules.schedule import Round, Schedule, ScheduleError, Step
 
 Slot = tuple[str, int]

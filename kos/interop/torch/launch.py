@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 import kos
-from kos.comm.one_thread import in_library
+from kos.comm.call_guards import in_library
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"

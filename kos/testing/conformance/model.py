@@ -19,9 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, PremulSum, ReduceOp
-from kos.comm.compression import FORMATS, Format
-from kos.comm.host_compressed import IN_PHASES
-from kos.comm.operations import COLLECTIVES, OPERATIONS, PART, PARTS
+from kos.comm.compression import FORMATS, IN_PHASES, Format
+from kos.comm.operation import COLLECTIVES, OPERATIONS, PART, PARTS
 from kos.comm.schedules import algorithms, collectives
 from kos.dtypes import dtype_of
 from kos.testing.conformance.values import Array, assert_bits, assert_numbers, poison, vector, wrong_elements

@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import FORMATS
-from kos.comm.operations import OPERATIONS
+from kos.comm.operation import OPERATIONS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument
 from kos.testing.conformance import model

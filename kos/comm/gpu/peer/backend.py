@@ -3,7 +3,7 @@
 ``bind.py`` chooses the kernel of an operation, ``PeerEngine`` launches it.  All-reduce, reduce-scatter
 and small scans have kernels of their own.  So have all-gather and all-to-all between symmetric buffers.  Broadcast and
 every other operation that only moves data use ``exchange``.  The other reductions exchange and add in rank order
-(``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or not.
+(``composed``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or not.
 16-bit floats are added in fp32.  Any dtype, count and alignment is allowed.
 
 Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no

@@ -8,9 +8,8 @@ from typing import Any
 
 from kos.comm.compression import Format
 from kos.comm.contract import Backend, Piece
-from kos.comm.gpu.compressed import CompressedOperation, format_of, tile
+from kos.comm.gpu.composed import CompressedOperation, OrderedReduction, format_of, tile
 from kos.comm.gpu.memory import NONE, exchange_of, whole
-from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.copies import OVERLAPPED
 from kos.comm.gpu.peer.engine import KERNELS, PeerEngine
 from kos.comm.gpu.peer.launches import PACKETS, KernelConfig

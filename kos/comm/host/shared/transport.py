@@ -22,8 +22,7 @@ from kos.comm.control.base import ControlPlane
 from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
-from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Message, Operation
-from kos.comm.operations import OPERATIONS
+from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, OPERATIONS, Message, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp

@@ -75,7 +75,7 @@ def _launch(
     n, f = (-(-size // SCALE_BLOCK) for size in shape)
     ops.launch(
         "fp8.cu", name, (f, n), THREADS, *arguments, E5M2=int("float8_e5m2" in forms), ROWS=_scales(rows),
-        COLUMNS=_scales(columns),
+        COLUMNS=_scales(columns), **macros,
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@
 // outputs of RMSNorm and SwiGLU, and the latter's gradient, are computed here, and are not in memory in 16 bits.
 //
 // -DSOURCE (0: x. 1: SwiGLU of `more`, gate_up. 2: the gradient of that, x that of SwiGLU's output. 3: the RMSNorm of x,
-// by `rstd` and the weights in `more`) -DE5M2 (0: E4M3) -DROWS -DCOLUMNS (0: not written. 1: the first operand of a product, a scale for each row of a tile. 2: the second, a scale for each tile. 3:
-// one scale for all, for GPUs that multiply no other: then `largest` reads everything before).
+// by `rstd` and the weights in `more`) -DE5M2 (0: E4M3) -DROWS -DCOLUMNS (0: not written. 1: the first operand of a
+// product, a scale for each row of a tile. 2: the second, a scale for each tile. 3: one scale for all, for GPUs that
+// multiply no other: then `largest` reads everything before).
 // `f` are the columns of x, or of SwiGLU's output; with SOURCE 2 a multiple of 128.
 #include "swiglu.cuh"
 

@@ -1,22 +1,32 @@
-"""ControlPlane by environment: ranks that torchrun, Slurm's srun or plain shells started.
+"""The place of a rank: its number, and the address of rank 0, by the environment or by an offer of rank 0.
 
-Each rank has ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may have ``LOCAL_RANK``, as in torch.distributed.  Under
-srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` replace the ranks and the size.  Rank 0 listens at MASTER_PORT.  Under
-torchrun an agent uses that port: rank 0 then takes the first free one of the ``AGENT_PORTS`` ports after it, and the
-other ranks find it by the handshake.
+*By environment*: ranks that torchrun, Slurm's srun or plain shells started.  Each rank has ``RANK WORLD_SIZE
+MASTER_ADDR MASTER_PORT``, and may have ``LOCAL_RANK``, as in torch.distributed.  Under srun ``SLURM_PROCID SLURM_NTASKS
+SLURM_LOCALID`` replace the ranks and the size.  Rank 0 listens at MASTER_PORT.  Under torchrun an agent uses that port:
+rank 0 then takes the first free one of the ``AGENT_PORTS`` ports after it, and the other ranks find it by the
+handshake.
 
 The ranks prove to each other that they know the job's secret: see ``kos.comm.control.identity``.
+
+*By an offer*: rank 0 makes an offer, the address of its hub and a secret.  MPI, a store or a function brings it to the
+other ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+import platform
+import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kos.comm.control.base import machine_id
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import publish
 from kos.comm.control.identity import load_secret
@@ -27,9 +37,12 @@ from kos.comm.waits import wait
 from kos.environment import KOS_HOST
 from kos.errors import RendezvousError
 from kos.launcher import OF_OTHERS, VARIABLES
+from kos.memory.ipc import namespace
 
 AGENT_PORTS = 16
 OFFER = b"offer"  # the purpose of a group whose secret rank 0 has made
+_OFFERS = {"host", "port", "secret"}, {"error"}, {"missing"}
+_REACH_SECONDS = 8.0  # limit for a connection to rank 0; Linux asks again after 1, 3 and 7 s
 BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to become free
 
 
@@ -148,3 +161,78 @@ def _listen(network: Network, place: Place) -> socket.socket:
             "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
         ) from problem
     return listener
+
+
+
+
+def exchange_offer(
+    rank: int, allgather: Callable[[bytes], list[bytes]]
+) -> tuple[socket.socket | None, dict[str, Any], bool]:
+    """Rank 0's listener, its offer, and whether all ranks reach each other at a loopback address.  Collective."""
+    listener, offer, hosts = None, dict[str, Any](), allgather(loopback_id().encode())
+    if rank == 0:
+        listener, offer = listen_for(hosts)
+    try:
+        return listener, checked_offer("allgather", allgather(json.dumps(offer).encode())[0]), len(set(hosts)) == 1
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+def loopback_id() -> str:
+    """An identity that is equal on ranks that reach each other at a loopback address."""
+    return machine_id() + namespace("net")
+
+
+def unreachable(rank: int, offer: Mapping[str, Any]) -> str:
+    """Why a rank cannot reach rank 0, or "".  The kernel accepts the call before the hub runs."""
+    if "error" in offer:
+        return f"rank 0 cannot listen: {offer['error']}"
+    host = offer["host"] if rank else bound() or "127.0.0.1"
+    try:
+        socket.create_connection((host, offer["port"]), _REACH_SECONDS).close()
+    except OSError as error:
+        return f"rank {rank} did not reach rank 0 at {offer['host']}:{offer['port']}: {error}"
+    return ""
+
+
+def listen_for(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:
+    """Rank 0's listener for the ranks on ``hosts``, and its offer: the data needed to connect, or the error."""
+    try:
+        host = bound() or ("127.0.0.1" if len(set(hosts)) == 1 else own_address(os.environ.get("MASTER_ADDR")))
+        listener = Network(b"", host, "", is_loopback(host)).listen()
+    except (OSError, RendezvousError) as error:
+        return None, {"error": str(error)}
+    return listener, {"host": host, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
+
+
+def checked_offer(carrier: str, data: Any) -> dict[str, Any]:
+    """The offer of rank 0, as ``carrier`` returned it.  If it is no offer: RendezvousError, which omits the data."""
+    with contextlib.suppress(TypeError, ValueError):
+        offer = json.loads(data)
+        if isinstance(offer, dict) and any(offer.keys() == keys for keys in _OFFERS):
+            return offer
+    raise RendezvousError(f"rendezvous: {carrier}: expected what rank 0 has set, got another {type(data).__name__}")
+
+
+def place_by(rank: int, size: int, name: str, offer: Mapping[str, Any]) -> Place:
+    """The place of a rank by the offer of rank 0.  Raises RendezvousError if rank 0 cannot listen."""
+    if "error" in offer:
+        raise RendezvousError(f"rendezvous: rank 0 cannot listen: {offer['error']}")
+    return Place(rank, size, None, offer["host"], [offer["port"]], OFFER, offer["secret"].encode(), (name, name))
+
+
+def own_address(peer: str | None) -> str:
+    """The address by which other hosts reach this one: of the route to ``peer``, else of its name, else its name."""
+    for host in (peer, platform.node()):
+        try:
+            family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as sock:
+                sock.connect(place)  # of a datagram socket: chooses the route and sends nothing
+                address = str(sock.getsockname()[0])
+        except OSError:
+            continue
+        if not is_loopback(address):
+            return address
+    return platform.node()

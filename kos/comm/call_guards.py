@@ -1,26 +1,32 @@
-"""Refuses two threads that call one communicator at once, with both lines of the program.
+"""Guards of the calls of a communicator: against two threads at once, and for exceptions of signal handlers.
 
 All ranks must call the collectives of a communicator in one order.  Threads that order their calls, by a lock, a queue
-or ``join``, never overlap.  Collectives that overlap therefore have no order.  So a communicator stores
-the collective in progress and its thread (``Communicator._active``).  If another thread starts a collective, it raises.
+or ``join``, never overlap.  Collectives that overlap therefore have no order.  So a communicator stores the collective
+in progress and its thread (``Communicator._active``).  If another thread starts a collective, it raises, with both
+lines of the program.  Messages in host memory are matched by rank and tag, not by the order of calls.  Any thread may
+wait for a Work.
 
-Messages in host memory are matched by rank and tag, not by the order of calls.  Any thread may wait for a Work.
+Python runs signal handlers between any two instructions of the main thread, so their exceptions may end any step
+half-way.  kos installs no handlers, and does not delay them.  The call raises such an exception unchanged, and its
+communicator is aborted: ``interruptible`` wraps the methods of a communicator.  The core and ``Work`` call
+``Communicator._interrupted`` themselves.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kos.comm.work import Work
-from kos.errors import CollectiveError
+from kos.errors import CollectiveError, by_handler
 
 _KOS, _PYTHON = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib")))
 
@@ -80,3 +86,36 @@ def _two_threads_error(comm: Any, first: str, work: Work[Any]) -> CollectiveErro
     remedy = "order their calls, or give each thread a communicator of its own (comm.duplicate())"
     text = f"rank {rank}: two threads call {comm.name} at once: {first} and {second}; {remedy}"
     return CollectiveError(text, ranks=[rank])
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_CALLED = tuple(f"{_KOS}{name}" for name in ("comm", "cuda", "memory"))
+"""The folders whose code runs in a call."""
+
+
+def interruption(error: BaseException) -> BaseException | None:
+    """The exception that a signal handler raised: ``error``, or one of its causes that kos has caught in this call."""
+    found: BaseException | None = error
+    seen: set[int] = set()  # a program's errors may be causes of each other
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        trace = found.__traceback__
+        caught = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_CALLED)
+        if (caught or found is error) and by_handler(found):
+            return found
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def interruptible(method: Method) -> Method:
+    """Wrap a method of a communicator: abort the communicator if a signal handler raises within the method."""
+
+    @functools.wraps(method)
+    def call(comm: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(comm, *args, **options)
+        except BaseException as error:
+            comm._interrupted(method.__name__, error)
+            raise
+
+    return cast(Method, call)
