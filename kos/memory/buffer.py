@@ -75,10 +75,11 @@ _NO_VIEW: Any = None  # ``flat`` of GPU memory
 def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
     """Take ``x`` as a Buffer without copying.
 
-    On the host: an ndarray, or CPU memory with DLPack.  On a GPU: a ``kos.memory.Array``, or memory with DLPack or
-    ``__cuda_array_interface__``.  GPU memory is used in the order of ``stream``, else of its library's current stream,
-    else of the legacy default stream.  ``what`` names the argument in errors.  Raises InvalidArgument if ``x`` is not
-    an array, was freed, is not C-contiguous or aligned, has an unsupported dtype, or must be written but is read-only.
+    On the host: an ndarray, CPU memory with DLPack, or a buffer such as a bytearray.  On a GPU: a
+    ``kos.memory.Array``, or memory with DLPack or ``__cuda_array_interface__``.  GPU memory is used in the order of
+    ``stream``, else of its library's current stream, else of the legacy default stream.  ``what`` names the
+    argument in errors.  Raises InvalidArgument if ``x`` is not an array, was freed, is not C-contiguous or aligned,
+    has an unsupported dtype, or must be written but is read-only.
     """
     if type(x) is Array:
         return _of_device(x, x, what, writable, stream)
@@ -189,6 +190,13 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
         )
     if hasattr(x, "__cuda_array_interface__"):
         return None
+    if not isinstance(x, np.generic):  # the buffer protocol: memoryview, bytearray, array.array; read-only: bytes
+        try:
+            return np.asarray(memoryview(x))
+        except TypeError:
+            pass
+        except ValueError as error:
+            raise InvalidArgument(f"{what}: expected a buffer of numbers, got {type(x).__name__}: {error}") from error
     raise InvalidArgument(f"{what}: expected an array, got {type(x).__name__}")
 
 
