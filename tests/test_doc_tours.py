@@ -1,4 +1,4 @@
-"""The tours of docs/how-it-works quote lines of the code: each is in a file that its row names."""
+"""The tours of docs/how-it-works quote lines of the code, and docs/architecture.md functions: each is in its file."""
 
 import re
 from functools import cache
@@ -8,6 +8,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("a-failure", "a-layer", "an-all-reduce")
 TABLE = re.compile(r"^\| [^|\n]*\| line \| file in `([\w/]+)` \|\n\|[-|]+\|\n((?:\|.*\n)+)", re.M)
 """A table whose second column quotes lines.  The heading of its third names their folder."""
+
+
+STEP = re.compile(r"((?:`\w+`(?:, )?)+) → `([\w/]+\.\w+)`")
+"""Functions or classes, and their file in kos: `` `make_key`, `cache_find` → `_core/module_cache.c` ``."""
 
 
 def quotes() -> list[tuple[str, str, tuple[str, ...]]]:
@@ -29,3 +33,12 @@ def test_quoted_lines_are_in_their_files():
     for folder, code, files in found:
         places = [texts(ROOT / folder / each) for each in files]
         assert any(all(part in text for part in code.split("…")) for text in places), f"{code}: not in {files}"
+
+
+def test_the_functions_of_the_architecture_are_in_their_files():
+    steps = STEP.findall((ROOT / "docs" / "architecture.md").read_text())
+    found = [(name, file) for names, file in steps for name in re.findall(r"`(\w+)`", names)]
+    assert len(found) > 50
+    for name, file in found:
+        defined = rf"^ *(?:def|class) {name}\b" if file.endswith(".py") else rf"^\w.*\b{name}\("
+        assert re.search(defined, (ROOT / "kos" / file).read_text(), re.M), f"{name}: not defined in {file}"

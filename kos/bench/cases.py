@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from kos.comm.operation import COLLECTIVES, PART, PARTS, WHOLE
@@ -43,9 +44,6 @@ _REDUCE: dict[str, Any] = {
 REDUCE_OPS = tuple(_REDUCE)
 MEASURED = tuple(name for name, kind in DTYPES.items() if kind.kind in ("float", "int", "uint"))
 """The dtypes of which values and their exact reductions are made here."""
-_LARGEST_INTEGER = {
-    "float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8, "float8_e4m3fn": 2**4, "float8_e5m2": 2**3
-}  # fmt: skip
 
 
 def busbw_factor(op: str, ranks: int) -> float:
@@ -234,7 +232,9 @@ def _output(case: Case, rank: int) -> list[Segment]:
 def value_range(case: Case) -> tuple[int, int]:
     """The least and one above the largest of a rank's values; InvalidArgument where no reduction of any is exact."""
     name, n = case.dtype.name, case.ranks
-    largest = _LARGEST_INTEGER.get(name) or int(np.iinfo(case.dtype.numpy).max)
+    kind = case.dtype.numpy
+    # Up to this number, all integers are values of the dtype.
+    largest = 2 ** (ml_dtypes.finfo(kind).nmant + 1) if case.dtype.is_float else int(np.iinfo(kind).max)
     if case.redop == "prod":
         exact = n <= largest.bit_length() - 1 or case.dtype.is_float  # powers of two
         low, high = 1, 3 if exact else 2

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from kos._core import native
 from kos.comm.arguments import check_timeout
-from kos.comm.operation import Operation
+from kos.comm.operation import CORE_OPERATIONS, Operation
 from kos.comm.progress import ProgressThread, completed, watch
 from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
 from kos.errors import CollectiveError, KosError, by_handler
@@ -302,7 +302,8 @@ class Work(_Base, Generic[T], metaclass=_Documented):
     def _interrupted(self, error: BaseException) -> None:
         """Abort the communicator if the handler of a signal raised ``error`` in a method of this Work."""
         if (comm := self.backend.failures.owner()) is not None:
-            comm._interrupted(self.operation.options.purpose or self.name, error)
+            purpose, is_core = self.operation.options.purpose, self.operation.name in CORE_OPERATIONS
+            comm._interrupted(purpose if purpose and is_core else self.name, error)
 
     def _poll(self) -> None:
         self.backend.engine.poll()
@@ -348,7 +349,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
                 if not over.done():  # else the task was cancelled
                     over.set_result(None)
 
-            watch(self, lambda _: loop.call_soon_threadsafe(end))
+            watch(self, lambda _: loop.is_closed() or loop.call_soon_threadsafe(end))
             yield from over
         return self.wait()
 

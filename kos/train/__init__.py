@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kos.errors import ConfigError, install
-from kos.train.blas import prepare as _prepare_blas
 
 if TYPE_CHECKING:
     from kos.train.config.flags import parse
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from kos.train.tools.metrics import read_metrics
     from kos.train.trained import TrainedModel, load
     from kos.train.trainer import Trainer
-
-_prepare_blas()
 
 _MODULES = {
     "Batch": "ops.batch", "Callback": "program", "CudaLoss": "ops", "FitResult": "fitting", "Loss": "ops",

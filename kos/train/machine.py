@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -19,12 +19,13 @@ import numpy  # noqa: F401 - loads BLAS
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.cuda.devices import visible_devices
-from kos.train.blas import threads_of_rank
 from kos.train.ops import compiled
+from kos.train.ops.threads import THREADS
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
+THREADS_OF_USER = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # the first that is set counts, as for OpenBLAS
 DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 
 PEAK_FLOPS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
@@ -46,7 +47,7 @@ def thread_pools() -> ThreadpoolController:
 
 
 def limit_threads(comm: Communicator, threads: int | None = None) -> int:
-    """Let BLAS use ``threads`` threads, by default OMP_NUM_THREADS, or this rank's share of the cores that it may use.
+    """Compute with ``threads`` threads, by default OMP_NUM_THREADS, or this rank's share of the cores that it may use.
 
     Ranks share the cores that they may all run on, within the quota of their control group; where mpirun has bound
     each to its own, they share nothing. Collective.
@@ -55,9 +56,44 @@ def limit_threads(comm: Communicator, threads: int | None = None) -> int:
     place = f"{machine_id()} {cores}".encode()
     sharing = comm.all_gather_bytes(place).count(place)
     threads = threads or threads_of_rank(len(cores), sharing)
-    thread_pools().limit(limits=threads)
+    thread_pools().limit(limits=1)  # products are split over kos.train.ops.threads
     compiled.use_threads(threads)
+    THREADS.count = threads
     return threads
+
+
+def cores_of_quota(root: Path = Path("/")) -> float:
+    """The processors' time that control groups (version 2 or 1) leave this process; inf if they have no limit."""
+    cores, groups = float("inf"), root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        inner = Path(path.lstrip("/"))
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        for group in (top / each for each in (inner, *inner.parents)):
+            try:
+                names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+                quota, period = " ".join((group / name).read_text() for name in names).split()
+                if int(quota) > 0:
+                    cores = min(cores, int(quota) / int(period))
+            except (OSError, ValueError):  # the root has no limit, "max" is none
+                continue
+    return cores
+
+
+def most_threads(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many threads the user allows a process; None: no variable says it."""
+    for name in THREADS_OF_USER:
+        first = environ.get(name, "").split(",")[0].strip()
+        if first.isdecimal() and int(first) > 0:
+            return int(first)
+    return None
+
+
+def threads_of_rank(cores: int, sharing: int, environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """The threads of one of ``sharing`` ranks that share ``cores``: its part of them, or what the user says."""
+    return most_threads(environ) or max(1, int(min(cores, cores_of_quota(root))) // sharing)
 
 
 def peak_flops(gpu: str) -> float | None:

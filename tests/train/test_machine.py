@@ -5,20 +5,20 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
 import kos
 from kos.testing import spawn
-from kos.train import blas
+from kos.train import machine
 from kos.train.machine import free_memory, git_commit, limit_threads, thread_pools
+from kos.train.ops.threads import THREADS
 
 
 def test_ranks_share_the_cores(monkeypatch):
-    for name in blas.THREADS:
+    for name in machine.THREADS_OF_USER:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("kos.train.blas.cores_of_quota", lambda root: math.inf)
+    monkeypatch.setattr("kos.train.machine.cores_of_quota", lambda root: math.inf)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert spawn(limit_threads, 1) == [8]
     assert spawn(limit_threads, 3) == [2, 2, 2]
@@ -27,7 +27,10 @@ def test_ranks_share_the_cores(monkeypatch):
     thread_pools().limit(limits=2)
     with kos.init(backend="mock") as comm:
         limit_threads(comm, 1)
+        assert THREADS.count == 1
+        assert limit_threads(comm, 3) == THREADS.count == 3
     assert {pool["num_threads"] for pool in thread_pools().info()} <= {1}
+    THREADS.count = 1
 
 
 def test_the_variables_of_the_user_hold(monkeypatch):
@@ -44,7 +47,7 @@ def test_of_the_threads_a_control_group_allows_a_part(tmp_path):
         for name, content in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(content)
-        return blas.threads_of_rank(cores, sharing, {}, tmp_path)
+        return machine.threads_of_rank(cores, sharing, {}, tmp_path)
 
     assert threads({}) == 8
     assert threads({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/cpu.max": "max 100000\n"}) == 8
@@ -55,18 +58,6 @@ def test_of_the_threads_a_control_group_allows_a_part(tmp_path):
     quota = {"sys/fs/cgroup/cpu/docker/cpu.cfs_quota_us": "300000\n"}
     assert threads(of_first | quota | {"sys/fs/cgroup/cpu/docker/cpu.cfs_period_us": "100000\n"}) == 3
     assert threads({"sys/fs/cgroup/cpu/docker/cpu.cfs_quota_us": "-1\n"}) == 8
-
-
-def test_openblas_reads_what_the_user_set_and_kos_otherwise():
-    """The variable is set before NumPy is loaded, so a new process is needed."""
-    program = "import kos.train, os; print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
-    environment = {**os.environ, "OPENBLAS_THREAD_TIMEOUT": "9"}
-    for expected in ("9", str(blas.SPIN)):
-        ran = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True, timeout=60
-        )
-        assert ran.stdout.strip() == expected
-        environment.pop("OPENBLAS_THREAD_TIMEOUT", None)
 
 
 def test_the_commit_says_where_files_differ(tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ from kos.train.ops.numpy_blocks import scaled_product as scaled_product
 from kos.train.ops.numpy_blocks import sum_rows as sum_rows
 from kos.train.ops.numpy_optimizer import launch as launch
 from kos.train.ops.numpy_optimizer import update as update
+from kos.train.ops.threads import matmul
 
 IGNORE = -1  # the target that is left out of the loss
 few_rows = 1
@@ -137,7 +138,7 @@ def embedding_backward(
 
 
 def linear(x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None) -> None:
-    np.matmul(x, weight.T, out=out)
+    matmul(x, weight.T, out)
     for more in (bias, residual):
         if more is not None:
             np.add(out, more, out=out)
@@ -147,7 +148,7 @@ linear_few = linear  # of one row
 
 
 def linear_input_gradient(d_out: Array, weight: Array, dx: Array) -> None:
-    np.matmul(d_out, weight, out=dx)
+    matmul(d_out, weight, dx)
 
 
 def linear_weight_gradient(
@@ -449,11 +450,11 @@ def orthogonalize(x: Array, arena: Arena) -> None:
             each /= max(float(np.linalg.norm(each)), LEAST_NORM)
             wide, out = (each.T, more.T) if tall else (each, more)
             for _ in range(NEWTON_SCHULZ_STEPS):
-                np.matmul(wide, wide.T, out=gram)
-                np.matmul(gram, gram, out=poly)
+                matmul(wide, wide.T, gram)
+                matmul(gram, gram, poly)
                 poly *= c
                 gram *= b
                 poly += gram
-                np.matmul(poly, wide, out=out)
+                matmul(poly, wide, out)
                 each *= a
                 each += more

@@ -16,6 +16,7 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import SCALE_BLOCK, Scaled, compiled, scales_shape
 from kos.train.ops.norm import Normalize
+from kos.train.ops.threads import matmul
 
 Array = np.ndarray
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
@@ -57,7 +58,7 @@ def multiply(a: Array, b: Array, out: Array, accumulate: bool, arena: Arena) -> 
     """out = a b, or added to it."""
     with arena.scope():
         fresh = arena.take(out.shape, out.dtype) if accumulate else out
-        np.matmul(a, b, out=fresh)
+        matmul(a, b, fresh)
         if accumulate:
             np.add(out, fresh, out=out)
 
@@ -315,7 +316,7 @@ def scaled_product(
         for x, copy in zip((a, b), wide, strict=True):
             widen(x, copy)
         sums = arena.take(out.shape, np.dtype(np.float32))
-        np.matmul(wide[0], wide[1].T, out=sums)
+        matmul(wide[0], wide[1].T, sums)
         for more in (bias, residual):
             if more is not None:
                 np.add(sums, more, out=sums, casting="unsafe")
