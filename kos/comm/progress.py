@@ -143,74 +143,74 @@ class ProgressThread:
                 self._asleep = asleep = bool(self.paused) or not engine.poll()
 
 
-class Watcher:
-    """Calls back when operations are over, on one thread of the process, which polls them."""
+# The watcher: a thread of the process that polls the Works it watches, and calls back when they are over.
 
-    def __init__(self) -> None:
-        self._watched: list[tuple[Any, Callable[[Any], object]]] = []
-        self._event, self._closed = threading.Event(), False
-        self._thread: threading.Thread | None = None
-
-    def add(self, work: Any, call: Callable[[Any], object]) -> None:
-        """Make ``call(work)`` once ``work`` is over."""
-        self._watched.append((work, call))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kos-watcher", daemon=True)
-            self._thread.start()
-            atexit.register(self.close)  # runs before the backends' exit handlers, which were registered earlier
-        self._event.set()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed = True
-        self._event.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed:
-            self._event.wait()
-            self._event.clear()
-            last = time.monotonic()
-            while self._watched and not self._closed:
-                begins = time.monotonic()
-                if self._call_back(list(self._watched)) or self._event.is_set():
-                    self._event.clear()
-                    last = begins
-                least = _SLEEP_SECONDS if begins < last + _LONG_AFTER else _LONG_SLEEP
-                time.sleep(max(least, time.monotonic() - begins))  # the program gets Python's lock half of the time
-
-    def _call_back(self, watched: list[tuple[Any, Callable[[Any], object]]]) -> bool:
-        """Make the calls of those that are over; whether there were any."""
-        works = {work: None for work, _ in watched}
-        try:
-            works = dict.fromkeys(completed(works))
-        except Exception:  # of a backend: each ``wait`` meets it too
-            log.exception("the watcher could not poll")
-        ended = [each for each in watched if each[0] in works]
-        for each in ended:
-            self._watched.remove(each)
-            try:
-                each[1](each[0])
-            except Exception:
-                log.exception("the callback of %s raised", each[0])
-        return bool(ended)
-
-
-_watcher = Watcher()
+_watched: list[tuple[Any, Callable[[Any], object]]] = []
+_new_work = threading.Event()
+_watcher: threading.Thread | None = None
+_ends = False
 
 
 def watch(work: Any, call: Callable[[Any], object]) -> None:
     """Make ``call(work)`` on the watcher's thread once ``work`` is over.  MPI must allow this thread to call it."""
+    global _watcher
     if not work.backend.on_gpu:
         work.backend.transport.check_threads()
-    _watcher.add(work, call)
+    _watched.append((work, call))
+    if _watcher is None:
+        _watcher = threading.Thread(target=_watch, name="kos-watcher", daemon=True)
+        _watcher.start()
+        atexit.register(_end_watcher)  # runs before the backends' exit handlers, which were registered earlier
+    _new_work.set()
+
+
+def _watch() -> None:
+    while not _ends:
+        _new_work.wait()
+        last = time.monotonic()
+        while _watched and not _ends:
+            begins = time.monotonic()
+            if _call_back([*_watched]) or _new_work.is_set():
+                _new_work.clear()
+                last = begins
+            least = _SLEEP_SECONDS if begins < last + _LONG_AFTER else _LONG_SLEEP
+            time.sleep(max(least, time.monotonic() - begins))  # the program gets Python's lock half of the time
+        _new_work.clear()
+        if _watched:  # added since the list was empty
+            _new_work.set()
+
+
+def _call_back(watched: list[tuple[Any, Callable[[Any], object]]]) -> bool:
+    """Make the calls of those that are over; whether there were any."""
+    over = [work for work, _ in watched]
+    try:
+        over = completed(over)
+    except Exception:  # of a backend: each ``wait`` meets it too
+        log.exception("the watcher could not poll")
+    found = {*map(id, over)}
+    for each in watched:
+        work, call = each
+        if id(work) in found:
+            _watched.remove(each)
+            try:
+                call(work)
+            except Exception:
+                log.exception("the callback of %s raised", work)
+    return bool(found)
+
+
+def _end_watcher() -> None:
+    global _ends
+    _ends = True
+    _new_work.set()
+    if _watcher is not None:
+        _watcher.join()
 
 
 def _forget() -> None:
     """In a forked process, which has no such thread, and whose operations continue in the process of the rank."""
-    global _watcher
-    _watcher = Watcher()
+    global _watched, _new_work, _watcher
+    _watched, _new_work, _watcher = [], threading.Event(), None
 
 
 os.register_at_fork(after_in_child=_forget)
