@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kos import errors
-    from kos.comm import NOBODY, Communicator, PremulSum, ReduceOp, Work, init, join, register_backend
+    from kos.comm import (
+        NOBODY,
+        Communicator,
+        PremulSum,
+        ReduceOp,
+        Work,
+        as_completed,
+        init,
+        join,
+        register_backend,
+        wait_any,
+    )
 
 __version__ = "0.3.0"
 
 __all__ = [
-    "NOBODY", "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "errors", "init", "join",
-    "register_backend",
+    "NOBODY", "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "as_completed", "errors",
+    "init", "join", "register_backend", "wait_any",
 ]  # fmt: skip
 
 

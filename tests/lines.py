@@ -135,7 +135,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("Python in train", 16_845, lines("Python", "train")),
         Bound("Python in tests", for_tests, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_658, lines("CUDA", "comm", "train")),
-        Bound("classes in comm", 126, sum(file.classes for file in counted if file.folder == "comm")),
+        Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
         Bound(f"files of over {MOST_IN_FILE} lines in the library and _core", 0, len(long), found=long),
         Bound(f"files of over {MOST_IN_FILE} lines in train", 2, len(of_train), found=of_train),

@@ -49,6 +49,7 @@ MORE_MPI_SIZES = (2, 3, 4)  # with --all
 WITH_MPI = (
     "tests/comm/test_any_source.py",
     "tests/comm/test_buffers.py",
+    "tests/comm/test_completion.py",
     "tests/comm/test_conformance.py",
     "tests/comm/test_failures.py",
     "tests/comm/test_handlers.py",

@@ -25,9 +25,8 @@ from kos.bench.report import provenance
 from kos.comm import Communicator, init
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.peer.launches import KernelConfig, Launches, pick
 from kos.comm.gpu.routes import PHASES
-from kos.comm.tuning import Route, Table, key, machine, parse, user_path
+from kos.comm.tuning import KernelConfig, Launches, Route, Table, key, machine, parse, pick, user_path
 from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.errors import InvalidArgument
 from kos.files import check_writable, replace_file

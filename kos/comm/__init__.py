@@ -14,6 +14,7 @@ from kos.comm.create import BACKENDS, communicator, register_backend, register_i
 from kos.comm.grid import Grid
 from kos.comm.matching import Envelope
 from kos.comm.operation import NOBODY
+from kos.comm.progress import as_completed, wait_any
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.work import Work
@@ -22,7 +23,7 @@ from kos.errors import InvalidArgument, RankLost, RendezvousError, without_own_f
 
 __all__ = [
     "BACKENDS", "NOBODY", "Batch", "Communicator", "Envelope", "Grid", "NCCLOptions", "PremulSum", "ReduceOp", "Work",
-    "init", "join", "register_backend",
+    "as_completed", "init", "join", "register_backend", "wait_any",
 ]  # fmt: skip
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():  # not in kos itself, which torch imports if it is installed

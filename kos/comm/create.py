@@ -35,8 +35,9 @@ from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
+from kos.comm.progress import ProgressThread
 from kos.comm.tuning import for_group, preferred_on_hosts
-from kos.comm.work import Engine, ProgressThread
+from kos.comm.work import Engine
 from kos.cuda.devices import visible_devices
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RendezvousError
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -15,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from kos._core import native
 from kos.comm.arguments import check_timeout
-from kos.comm.operation import Operation
+from kos.comm.operation import CORE_OPERATIONS, Operation
+from kos.comm.progress import ProgressThread, completed, watch
 from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
 from kos.errors import CollectiveError, KosError, by_handler
 
@@ -24,8 +23,6 @@ _REPORT_EVERY = 0.02  # seconds of waiting after which a rank posts the ranks th
 
 LONG_WAIT, LONG_SLEEP = 10.0, 0.005
 """After ``LONG_WAIT`` seconds of waiting for a rank that has not begun, polls are ``LONG_SLEEP`` seconds apart."""
-
-_SLEEP_SECONDS = 50e-6  # between two polls of a progress thread
 
 Steps = Generator[None, None, None]
 
@@ -134,52 +131,6 @@ def forked_from(rank: int) -> str:
     return f"this process was forked from rank {rank}; a forked process is not a rank"
 
 
-class ProgressThread:
-    """Advances the operations of an engine while the program computes.
-
-    It sleeps while no operation is in flight, and while the program waits, which polls itself: on a host whose cores
-    are all in use, a second poll would keep the awaited rank from running.  It also sleeps before each poll, so that
-    the program gets Python's lock, and so that an operation for which the program waits at once is left to it.  It
-    starts with the first operation in flight.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._event, self._closed, self._process = engine, threading.Event(), False, os.getpid()
-        self._asleep = True  # until ``wake``
-        self.paused = set[object]()  # the tokens of the program's waits
-        self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
-        engine.thread = self
-        atexit.register(self.close)  # runs before the backend's exit handlers, which were registered earlier
-
-    def wake(self) -> None:
-        """Poll from now on, unless the program waits.  The caller holds the engine's lock."""
-        if self._asleep and not self.paused:
-            if self._thread.ident is None:
-                self._thread.start()
-            self._asleep = False
-            self._event.set()
-
-    def close(self) -> None:
-        """End the thread; operations in flight then advance only while the program waits."""
-        if os.getpid() != self._process:
-            return  # a forked process has no such thread, and the event's lock may stay held there
-        self._engine.thread, self._closed = None, True
-        self._event.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        atexit.unregister(self.close)
-
-    def _run(self) -> None:
-        engine, asleep = self._engine, True
-        while not self._closed:
-            if asleep:
-                self._event.wait()
-                self._event.clear()
-            time.sleep(_SLEEP_SECONDS)
-            with engine.lock:  # a program that pauses polls after this
-                self._asleep = asleep = bool(self.paused) or not engine.poll()
-
-
 _Base: Any = type("State", (), {}) if native is None else native.State
 """The base of Work.  With the core, it is a C struct, so that calls that run no Python code can make Works."""
 
@@ -188,7 +139,7 @@ class _Documented(type):
     """Has ``help`` and ``dir`` list only the public names of a class; private names of the core have no underscore."""
 
     def __dir__(cls) -> list[str]:
-        return ["done", "result", "synchronize", "wait"]
+        return ["add_done_callback", "done", "result", "synchronize", "wait"]
 
 
 class Work(_Base, Generic[T], metaclass=_Documented):
@@ -351,18 +302,56 @@ class Work(_Base, Generic[T], metaclass=_Documented):
     def _interrupted(self, error: BaseException) -> None:
         """Abort the communicator if the handler of a signal raised ``error`` in a method of this Work."""
         if (comm := self.backend.failures.owner()) is not None:
-            comm._interrupted(self.operation.options.purpose or self.name, error)
+            purpose, is_core = self.operation.options.purpose, self.operation.name in CORE_OPERATIONS
+            comm._interrupted(purpose if purpose and is_core else self.name, error)
 
     def _poll(self) -> None:
         self.backend.engine.poll()
-        now, timeout = time.monotonic(), self.operation.options.timeout
-        self.polled_at = self.polled_at or now
-        if self._steps is not None and timeout is not None and now - self.polled_at > timeout:
-            self.expire(timeout)
-        if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
+        now = self.check_timeout()
+        if self._steps is not None and now > (self._report_at or (self.polled_at or now) + _REPORT_EVERY):
             with self.backend.engine.lock:
                 self.backend.failures.show_wait(self.backend.late(self))  # a program that polls waits
             self._report_at = now + _REPORT_EVERY
+
+    def check_timeout(self) -> float:
+        """Expire if the timeout has passed since the first check; returns the time."""
+        now, timeout = time.monotonic(), self.operation.options.timeout
+        began = self.polled_at = self.polled_at or now
+        if self._steps is not None and timeout is not None and now - began > timeout:
+            self.expire(timeout)
+        return now
+
+    def add_done_callback(self, call: Callable[[Work[T]], object]) -> None:
+        """Have ``call(work)`` made once the operation is complete or has failed.
+
+        A thread of kos makes the call, which is the same for all Works of the process.  It also advances the operation,
+        and ends it at its timeout.  ``call`` should return soon.  Its exceptions are logged.  Raises BackendUnavailable
+        for an MPI without THREAD_MULTIPLE, as ``await`` does.
+
+            work.add_done_callback(lambda work: inbox.put(work.wait()))
+        """
+        watch(self, call)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in asyncio without blocking its loop; returns what ``wait`` returns.
+
+        One thread watches all awaited Works.  If the task is cancelled, the operation goes on.
+
+            data, src = await comm.recv_bytes(async_op=True)
+        """
+        if not completed([self]):
+            from asyncio import get_running_loop
+
+            loop = get_running_loop()
+            over = loop.create_future()
+
+            def end() -> None:
+                if not over.done():  # else the task was cancelled
+                    over.set_result(None)
+
+            watch(self, lambda _: loop.is_closed() or loop.call_soon_threadsafe(end))
+            yield from over
+        return self.wait()
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the operation; returns its output array (None where this rank has none).

@@ -8,8 +8,8 @@ from kos.comm.compression import FORMATS
 from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.peer.bind import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.reduction import ReduceOp
+from kos.comm.tuning import KernelConfig, Launches
 from kos.dtypes import dtype_of
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, result

@@ -12,7 +12,6 @@ import pytest
 
 from kos import ReduceOp, cuda
 from kos.comm import tuning
-from kos.comm.gpu.peer import launches
 from kos.files import cache_folder
 from kos.memory.array import Array
 from tests.comm.gpu_ranks import GPURanks
@@ -42,7 +41,7 @@ def worlds(mpi_world, tmp_path_factory):
     gpu, link = tuning.machine(mpi_world.local_rank)
     routes = {tuning.key(name, False, False, True): TURNS for name in OPERATIONS}
     routes[tuning.key("send_recv", False, False, True)] = ((None, "peer"),)
-    table = tuning.Table(gpu, link, mpi_world.size, "the test", launches.DEFAULT, routes)
+    table = tuning.Table(gpu, link, mpi_world.size, "the test", tuning.DEFAULT, routes)
     kernels = cache_folder() / "kernels"  # which stay where they are
     kernels.mkdir(parents=True, exist_ok=True)
     before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), str(tmp_path_factory.mktemp("cache"))

@@ -29,11 +29,10 @@ from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import PHASES
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
-from kos.comm.tuning import Table, key, parse, user_path
+from kos.comm.tuning import DEFAULT, Table, key, parse, user_path
 from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results

@@ -12,7 +12,7 @@ import pytest
 import kos
 from kos import ReduceOp, cuda
 from kos.comm.gpu.peer import engine as peer_engine
-from kos.comm.gpu.peer.launches import KernelConfig, Launches
+from kos.comm.tuning import KernelConfig, Launches
 from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable

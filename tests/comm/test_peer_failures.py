@@ -16,8 +16,8 @@ from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.gpu.peer.record import CAUSE, FAILED, PEER
+from kos.comm.tuning import KernelConfig
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,

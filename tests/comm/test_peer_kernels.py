@@ -13,8 +13,8 @@ import pytest
 from kos import cuda
 from kos.comm.control.base import ControlPlane
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
+from kos.comm.tuning import KernelConfig
 from kos.cuda import streams
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import dtype_of

@@ -17,7 +17,7 @@ from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer import exchange as peer_exchange
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import KernelConfig, Launches
+from kos.comm.tuning import KernelConfig, Launches
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results

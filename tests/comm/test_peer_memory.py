@@ -9,9 +9,9 @@ import pytest
 
 from kos import ReduceOp, cuda
 from kos.comm.gpu.peer import backend as peer_backend
-from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.operation import Operation
 from kos.comm.reduction import resolve
+from kos.comm.tuning import KernelConfig, Launches
 from kos.cuda import streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer

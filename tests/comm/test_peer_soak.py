@@ -14,7 +14,7 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
-from kos.comm.gpu.peer.launches import KernelConfig
+from kos.comm.tuning import KernelConfig
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 

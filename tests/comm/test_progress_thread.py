@@ -148,6 +148,10 @@ try:
     kos.init("mpi", progress_thread=True)
 except kos.errors.BackendUnavailable as error:
     print(error)
+try:
+    kos.init("mpi").barrier(async_op=True).add_done_callback(print)
+except kos.errors.BackendUnavailable as error:
+    print("expected MPI_THREAD_MULTIPLE" in str(error))
 """
 
 
@@ -170,7 +174,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.parametrize(("program", "said"), [
     (PROGRAM, "in flight False"),
     (FORKS, "7"),
-    (SERIALIZED, "mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED"),
+    (SERIALIZED, "mpi: progress_thread, await, add_done_callback: expected MPI_THREAD_MULTIPLE, got "
+                 "MPI_THREAD_SERIALIZED\nTrue"),
 ], ids=["an open communicator", "a fork", "too few threads"])  # fmt: skip
 def test_a_program_ends(program, said):
     if "mpi4py" in program:

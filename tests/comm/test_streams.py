@@ -23,7 +23,7 @@ from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.order import Order, Streams
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
-from kos.comm.gpu.peer.launches import KernelConfig, Launches
+from kos.comm.tuning import KernelConfig, Launches
 from kos.comm.work import Engine
 from kos.cuda import streams
 from kos.errors import InvalidArgument

@@ -19,8 +19,7 @@ from kos.comm import create, tuning
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
-from kos.comm.tuning import Table, load, parse, pick, read, user_path
+from kos.comm.tuning import DEFAULT, KernelConfig, Table, load, parse, pick, read, user_path
 from kos.errors import InvalidArgument
 from tests import fake_cuda
 from tests.comm.tcp_ranks import run_threads

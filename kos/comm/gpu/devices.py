@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kos.comm.control.base import ControlPlane
-from kos.comm.gpu.peer.launches import DEFAULT
-from kos.comm.tuning import Route, Table, key, machine, of_rank_0, read, user_path
+from kos.comm.tuning import DEFAULT, Route, Table, key, machine, of_rank_0, read, user_path
 from kos.cuda import driver
 from kos.cuda.devices import DeviceInfo, assign_devices, device_info, visible_devices
 from kos.dtypes import DType

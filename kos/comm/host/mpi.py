@@ -104,7 +104,8 @@ class MPITransport(Backend):
     def check_threads(self) -> None:
         if (level := self._MPI.Query_thread()) < self._MPI.THREAD_MULTIPLE:
             got = {getattr(self._MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED")}[level]
-            raise BackendUnavailable(f"mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_{got}")
+            what = "progress_thread, await, add_done_callback: expected MPI_THREAD_MULTIPLE"
+            raise BackendUnavailable(f"mpi: {what}, got MPI_THREAD_{got}")
 
     def open(self, backend: Any) -> None:
         if not backend.one_host:

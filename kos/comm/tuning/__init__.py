@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kos.comm.control.base import ControlPlane
-from kos.comm.gpu.peer.launches import DEFAULT, TABLES, Launches, by_size, pick
 from kos.cuda.devices import device_info, nvlinks
 from kos.errors import InvalidArgument
 from kos.files import cache_folder
@@ -35,6 +34,91 @@ _MEASURED = {"send": "send_recv", "recv": "send_recv", "scan": "all_to_all", "ex
 
 Route = tuple[tuple[int | None, str], ...]
 """(largest number of bytes, backend), sorted; None in the last row is no limit."""
+
+
+# The kernels of ``peer``.
+
+PACKETS = ("one_shot", "two_shot", "ring", "tree")
+IN_RANK_ORDER = ("one_shot", "two_shot", "direct", "push", "specialized", "copies")
+"""The algorithms that a tuning table may name.  They add in rank order, which ``deterministic=True`` promises."""
+T = TypeVar("T")
+_RANGES = {"blocks": (0, 128), "threads": (32, 1024), "tile": (256, 65536), "pieces": (1, 8)}
+_KINDS = ("symmetric", "ordinary")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """An algorithm and its launch parameters; 0 blocks: as many as the packets need."""
+
+    algorithm: str
+    blocks: int = 0
+    threads: int = 512
+    tile: int = 8192  # bytes; of specialized
+    pieces: int = 1  # of copies
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that differ from the defaults."""
+        defaults = asdict(KernelConfig(self.algorithm))
+        return {name: value for name, value in asdict(self).items() if name == "algorithm" or value != defaults[name]}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> KernelConfig:
+        """Raises InvalidArgument for values that no table may have."""
+        launch = KernelConfig(**data)
+        if launch.algorithm not in IN_RANK_ORDER:
+            raise InvalidArgument(f"algorithm: expected one of {', '.join(IN_RANK_ORDER)}, got {launch.algorithm!r}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(launch, name)
+            if type(value) is not int or not least <= value <= most:
+                raise InvalidArgument(f"{launch.algorithm}: {name}: expected {least} to {most}, got {value!r}")
+        if launch.threads % 32:
+            raise InvalidArgument(f"{launch.algorithm}: threads: expected a multiple of 32, got {launch.threads}")
+        return launch
+
+
+Rows = Sequence[tuple[int | None, T]]
+"""(largest number of bytes, value), sorted; None in the last row is no limit."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The launches of a group: with both buffers symmetric, and otherwise."""
+
+    symmetric: Rows[KernelConfig]
+    ordinary: Rows[KernelConfig]
+
+    def as_json(self) -> dict[str, Any]:
+        return {kind: [[limit, launch.as_json()] for limit, launch in getattr(self, kind)] for kind in _KINDS}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Launches:
+        """The reverse of ``as_json``.  Raises InvalidArgument for anything else."""
+        symmetric, ordinary = (
+            tuple((limit, KernelConfig.from_json(row)) for limit, row in by_size(kind, data[kind])) for kind in _KINDS
+        )
+        return Launches(symmetric, ordinary)
+
+
+def pick(rows: Rows[T], nbytes: int) -> T:
+    """The value of the row for ``nbytes``."""
+    return next(value for limit, value in rows if limit is None or nbytes <= limit)
+
+
+def by_size(name: str, rows: Any) -> list[tuple[int | None, Any]]:
+    """The rows; raises InvalidArgument unless their limits increase and the last is null."""
+    limits = [limit for limit, _ in rows]
+    whole = all(type(limit) is int and 0 < limit < 1 << 63 for limit in limits[:-1])
+    if limits[-1:] != [None] or not whole or sorted(set(limits[:-1])) != limits[:-1]:
+        raise InvalidArgument(f"{name}: expected increasing sizes, the last null, got {limits}")
+    return [(limit, value) for limit, value in rows]
+
+
+TABLES = Path(__file__).with_name("tables")
+DEFAULT = Launches.from_json(json.loads((TABLES / "nvidia-h200-4.json").read_text())["launches"])
+"""The launches of an unmeasured machine."""
+
+
+# The routes.
 
 
 def key(operation: str, wide: bool, symmetric: bool, graph: bool) -> str:

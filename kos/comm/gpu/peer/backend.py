@@ -32,13 +32,12 @@ from kos.comm.gpu.gpu_work import unstarted
 from kos.comm.gpu.memory import NONE, Windows
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies
-from kos.comm.gpu.peer.concurrent import ConcurrentKernels
+from kos.comm.gpu.peer.concurrent import NO_OCCUPANCY, ConcurrentKernels, Occupancy
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
-from kos.comm.gpu.peer.launches import NO_OCCUPANCY, PACKETS, Launches, Occupancy
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.reduction import ReduceOp
-from kos.comm.tuning import for_group
+from kos.comm.tuning import PACKETS, Launches, for_group
 from kos.comm.work import Engine, Work
 from kos.cuda import Kernel, driver
 from kos.cuda.kernels import Plan

@@ -12,9 +12,9 @@ from kos.comm.gpu.composed import CompressedOperation, OrderedReduction, format_
 from kos.comm.gpu.memory import NONE, exchange_of, whole
 from kos.comm.gpu.peer.copies import OVERLAPPED
 from kos.comm.gpu.peer.engine import KERNELS, PeerEngine
-from kos.comm.gpu.peer.launches import PACKETS, KernelConfig
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.reduction import ReduceOp
+from kos.comm.tuning import PACKETS, KernelConfig
 from kos.comm.work import Work
 from kos.cuda.kernels import NOTHING, Plan
 from kos.dtypes import DTYPES, DType

@@ -20,13 +20,27 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kos.comm.gpu.order import Streams
-from kos.comm.gpu.peer.launches import Occupancy
 from kos.cuda.driver import relaxed_capture
 from kos.cuda.streams import capture_of
 from kos.errors import KosError
 
 _CAPTURES = 16
 """Captures whose phases are kept; a program may capture any number of graphs."""
+
+
+class Occupancy(NamedTuple):
+    """The blocks of a launch, all resident at once, and how many such blocks a multiprocessor can hold."""
+
+    blocks: int
+    blocks_per_sm: int
+
+    def merged(self, other: Occupancy) -> Occupancy:
+        """The occupancy of a communicator that launches both, one after another."""
+        return Occupancy(max(self.blocks, other.blocks), min(self.blocks_per_sm, other.blocks_per_sm))
+
+
+NO_OCCUPANCY = Occupancy(0, 1 << 30)
+"""The occupancy of a launch that has no kernels.  The occupancy of every other launch is larger."""
 
 
 class _Member(NamedTuple):

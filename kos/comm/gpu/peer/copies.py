@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kos.comm.gpu.memory import Scratch
-from kos.comm.gpu.peer.launches import KernelConfig
+from kos.comm.tuning import KernelConfig
 from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import resolved

@@ -1,9 +1,9 @@
 """PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/gpu/kernels``).
 
 The engine owns the slab in which the kernels meet.  A ``bind_`` method chooses the launch of a message by its size:
-blocks and threads, and the algorithm of an all-reduce by the table of ``launches.py``.  ``record`` tells what
-a kernel that ended early was waiting for.  The engine checks no arguments that ranks must agree on and stamps no
-sequence numbers: that is the backend's business.
+blocks and threads, and the algorithm of an all-reduce by the tuning table.  ``record`` tells what a kernel that ended
+early was waiting for.  The engine checks no arguments that ranks must agree on and stamps no sequence numbers: that is
+the backend's business.
 
 All-reduce adds in rank order:
 ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push``
@@ -24,11 +24,12 @@ import numpy as np
 
 from kos.comm.contract import Piece
 from kos.comm.control.base import ControlPlane
+from kos.comm.gpu.peer.concurrent import NO_OCCUPANCY, Occupancy
 from kos.comm.gpu.peer.copies import OVERLAPPED_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
-from kos.comm.gpu.peer.launches import DEFAULT, NO_OCCUPANCY, PACKETS, KernelConfig, Launches, Occupancy
 from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
 from kos.comm.reduction import ReduceOp
+from kos.comm.tuning import DEFAULT, PACKETS, KernelConfig, Launches
 from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import relaxed_capture
