@@ -9,10 +9,10 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { LANES = 16, BLOCK = 64, ROWS_OF_TASK = KOS_ROWS_OF_TASK, ELEMENTS = 1 << 14 };
+enum { WIDE = 16, BLOCK = 64, ROWS_OF_TASK = KOS_ROWS_OF_TASK, ELEMENTS = 1 << 14 };
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+#define vf K(floats)
+#define vi K(integers)
 #define INLINE inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -50,22 +50,19 @@ static float *scratch(size_t count) {
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=fast", "no-math-errno", "no-trapping-math")
 #define K(name) name##_plain
-#define ROWS 4
-#define VECTORS 1
+#define LANES 4
 #include "ops_kernels.h"
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define SEVERAL
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define K(name) name##_avx2
+#define LANES 8
 #include "ops_kernels.h"
 #pragma GCC pop_options
 #pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512")
 #define K(name) name##_avx512
-#undef ROWS
-#undef VECTORS
-#define ROWS 8
-#define VECTORS 2
+#define LANES 16
 #include "ops_kernels.h"
 #endif
 #pragma GCC pop_options
@@ -217,7 +214,7 @@ static PyObject *attention(PyObject *args, const char *kinds, kos_task task) {
     const Py_ssize_t *shape = a.of[2].shape;
     if (a.of[2].ndim != 3 || !kv || heads % kv || !tokens || (size_t)(shape[0] * shape[2]) != tokens)
         return run(&a, 0, task, &o);
-    o.d = o.rows[0] / (heads + 2 * kv), o.wide = (o.d + LANES - 1) / LANES * LANES;
+    o.d = o.rows[0] / (heads + 2 * kv), o.wide = (o.d + WIDE - 1) / WIDE * WIDE;
     o.length = (size_t)shape[2], o.count = (size_t)shape[0] * kv, o.of_task = 1;
     const int fit = o.rows[0] == o.d * (heads + 2 * kv) && (size_t)shape[1] == heads && o.rows[1] == o.d * heads
         && o.columns[1] == tokens && (!o.columns[3] || o.columns[3] == tokens)

@@ -1,5 +1,10 @@
-// The kernels of ops.c, in vectors of 16 floats.  ops.c includes this file once for each instruction set, which K(name)
-// names.  Compilers split a vector where registers are smaller, so sums have one order on all of them.
+// The kernels of ops.c, in vectors of LANES floats.  ops.c includes this file once for each instruction set, which
+// K(name) names.
+
+enum { K(ROWS) = LANES > 8 ? 8 : 4, K(VECTORS) = 2 };  // of a tile of a product: its sums stay in registers
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 
 // --- Vectors ---------------------------------------------------------------------------------------------------------
 
@@ -49,27 +54,27 @@ static INLINE vf K(sigmoid)(vf x) { return 1.0f / (1.0f + K(exp)(-x)); }
 // c (m, n) = a b, or added to it: a[i * ai + k * ar] b[k * bs + j], of `depth` k.  m is a multiple of ROWS, n of LANES.
 static INLINE void K(tile)(float *c, size_t cs, const float *a, size_t ai, size_t ar, const float *b, size_t bs,
                            size_t depth, int add, int vectors) {
-    vf sums[ROWS][VECTORS];
-    for (int i = 0; i < ROWS; i++)
+    vf sums[K(ROWS)][K(VECTORS)];
+    for (int i = 0; i < K(ROWS); i++)
         for (int j = 0; j < vectors; j++) sums[i][j] = add ? K(load)(c + i * cs + j * LANES) : (vf){0};
     for (size_t k = 0; k < depth; k++) {
-        vf row[VECTORS];
+        vf row[K(VECTORS)];
         for (int j = 0; j < vectors; j++) row[j] = K(load)(b + k * bs + j * LANES);
-        for (int i = 0; i < ROWS; i++)
+        for (int i = 0; i < K(ROWS); i++)
             for (int j = 0; j < vectors; j++) sums[i][j] += a[i * ai + k * ar] * row[j];
     }
-    for (int i = 0; i < ROWS; i++)
+    for (int i = 0; i < K(ROWS); i++)
         for (int j = 0; j < vectors; j++) K(store)(c + i * cs + j * LANES, sums[i][j]);
 }
 
 static void K(product)(float *c, size_t cs, const float *a, size_t ai, size_t ar, const float *b, size_t bs, size_t m,
                        size_t n, size_t depth, int add) {
     size_t j = 0;
-    for (; j + VECTORS * LANES <= n; j += VECTORS * LANES)
-        for (size_t i = 0; i < m; i += ROWS)
-            K(tile)(c + i * cs + j, cs, a + i * ai, ai, ar, b + j, bs, depth, add, VECTORS);
+    for (; j + K(VECTORS) * LANES <= n; j += K(VECTORS) * LANES)
+        for (size_t i = 0; i < m; i += K(ROWS))
+            K(tile)(c + i * cs + j, cs, a + i * ai, ai, ar, b + j, bs, depth, add, K(VECTORS));
     for (; j < n; j += LANES)
-        for (size_t i = 0; i < m; i += ROWS) K(tile)(c + i * cs + j, cs, a + i * ai, ai, ar, b + j, bs, depth, add, 1);
+        for (size_t i = 0; i < m; i += K(ROWS)) K(tile)(c + i * cs + j, cs, a + i * ai, ai, ar, b + j, bs, depth, add, 1);
 }
 
 // to (columns, rows) = from (rows, columns), both multiples of 4.
@@ -213,7 +218,7 @@ static void K(rope)(const void *arguments, size_t task) {
 
 // --- Attention -------------------------------------------------------------------------------------------------------
 // A task is a sample and a kv head.  Keys and values are packed by blocks of BLOCK tokens, (d, BLOCK) each, and d is
-// rounded up to LANES by zeros.  Scores are (keys, queries).  The softmax is computed online, as in FlashAttention-2
+// rounded up to WIDE by zeros.  Scores are (keys, queries).  The softmax is computed online, as in FlashAttention-2
 // (Dao 2023, arXiv:2307.08691).
 
 // rows d of x times scale, `count` tokens of them; zeros elsewhere
@@ -234,7 +239,8 @@ static void K(pack_all)(float *to, const float *x, const operation *o) {
 static INLINE void K(hide)(float *s, const operation *o, const int32_t *first, size_t key, size_t query) {
     if (key + BLOCK <= query && !(first && first[MIN(query + BLOCK, o->length) - 1] > (int32_t)key))
         return;
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
     for (size_t j = 0; j < BLOCK; j += LANES) {
         vi least = {0};
         const size_t at = query + j, left = at < o->length ? o->length - at : 0;
@@ -369,3 +375,4 @@ static const kernels K(kernels) = {
     K(attention_backward),
 };
 #undef K
+#undef LANES
