@@ -79,14 +79,11 @@ ROWS = {
 
 
 def kos_steps(shape: Shape, options: argparse.Namespace) -> Callable[[int], float]:
-    import kos.train  # before NumPy
+    import kos
     from benchmarks.train import KosTraining, random_tokens
     from kos.train.config.options import TrainConfig
     from kos.train.device.choose import layout_of
-    from kos.train.ops import compiled
 
-    if compiled.native and options.kernels:
-        compiled.native.kernels(options.kernels)
     model = {
         "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
@@ -158,37 +155,45 @@ def torch_steps(shape: Shape, options: argparse.Namespace) -> Callable[[int], fl
 
 
 def generate(shape: Shape, options: argparse.Namespace) -> Callable[[int], float]:
-    """The same checkpoint, greedily, one sequence after a prompt of 8 tokens."""
-    folder, length, prompt = Path(options.folder), 200, [11, 22, 33, 44, 55, 66, 77, 88]
+    """Greedily, one sequence after a prompt of 8 tokens, with random weights and a cache."""
+    import numpy as np
+
+    length, prompt = 200, [11, 22, 33, 44, 55, 66, 77, 88]
     if options.worker == "torch":
         import torch
-        import transformers
 
         torch.set_num_threads(options.threads)
-        model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+        model = hugging_face(shape).eval()
         ids = torch.tensor([prompt])
 
         def steps(count: int) -> float:
             with torch.no_grad():
                 for _ in range(count):
-                    got = model.generate(ids, do_sample=False, min_new_tokens=length, max_new_tokens=length)
+                    got = model.generate(
+                        ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=length,
+                        max_new_tokens=length, pad_token_id=0,
+                    )
             return float(got[0, -1])
 
         return steps
-    import kos.train
-    from kos.train.generate import Sampling, generate
+    import kos
+    from benchmarks.generate import make_weights
+    from kos.train.config.options import TrainConfig
+    from kos.train.generate import Decoder, Sampling
+    from kos.train.generate import generate as generate_tokens
     from kos.train.machine import limit_threads
-    from kos.train.ops import compiled
+    from kos.train.ops import numpy as ops
 
-    if compiled.native and options.kernels:
-        compiled.native.kernels(options.kernels)
     limit_threads(kos.init(backend="mock"), options.threads)
-    trained = kos.train.load(folder)
+    config = TrainConfig.from_preset("124m").model_config_for(shape.vocabulary)
+    weights = make_weights(config, ops, np.dtype(np.float32))
+    decoder = Decoder(config, ops, weights, 1, len(prompt) + length + 1)
 
     def of_kos(count: int) -> float:
         for _ in range(count):
-            got = generate(trained, [prompt], length, Sampling(temperature=0))
-        return float(got[0][-1])
+            got = [*generate_tokens(decoder, 1024, [prompt], length, Sampling(temperature=0))]
+            assert len(got) == length
+        return float(got[-1][1])
 
     return of_kos
 
@@ -198,6 +203,10 @@ WORKERS = {"kos": kos_steps, "torch": torch_steps, "compiled": torch_steps}
 
 def work(options: argparse.Namespace) -> None:
     row = ROWS[options.rows[0]]
+    if options.worker == "kos" and options.kernels:
+        from kos.train.ops import compiled
+
+        compiled.native.kernels(options.kernels)
     steps = (generate if options.rows[0] == "generate" else WORKERS[options.worker])(row.shape, options)
     steps(1 if row.shape is LARGE else 3)
     print(json.dumps("ready"), flush=True)
@@ -228,7 +237,7 @@ class Group:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(row.ranks)}
         command = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] * row.pinned
         command += [sys.executable, "-m", "benchmarks.cpu", name, "--worker", worker, "--threads", str(row.threads)]
-        command += ["--kernels", options.kernels] * bool(options.kernels) + ["--folder", options.folder]
+        command += ["--kernels", options.kernels] * bool(options.kernels)
         self.ranks = [
             subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -324,14 +333,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="add the rows to this file")
     parser.add_argument("--worker", choices=[*WORKERS], help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", default="", help="of the row generate: a checkpoint of that shape, kept or written")
     options = parser.parse_args()
     if options.worker:
         work(options)
         return
     for name in options.rows or ROWS:
-        if name == "generate" and not (Path(options.folder) / "config.json").exists():
-            hugging_face(LARGE).save_pretrained(options.folder)
         found = measure(name, options)
         print(
             f"{found['about']}: kos / PyTorch {found['ratio_wall']} of the wall clock, {found['ratio_cpu']} of CPU "

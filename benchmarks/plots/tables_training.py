@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from benchmarks.paired_losses import mean_and_error
 from benchmarks.plots import measured
@@ -88,15 +89,19 @@ def fp8_losses() -> str:
 
 
 def training_cpu() -> str:
-    """Two cores of a machine."""
-    rows = []
-    for ranks, label in ((1, "1 process, 2 threads"), (2, "2 ranks")):
-        kos = one(f"train-epyc-zen4-{ranks}", implementation="kos")
-        torch_rows = select(f"train-epyc-zen4-{ranks}", implementation="torch")
-        best = max(torch_rows, key=lambda row: row["tokens_per_second"])
-        speed = kos["tokens_per_second"] / best["tokens_per_second"]
-        rows.append([label, tokens(kos), tokens(best), ratio(speed)])
-    return table(["2 cores of EPYC, Zen 4", "kos, tokens/s", "PyTorch eager, tokens/s", "kos / PyTorch"], rows)
+    """Each row of ``benchmarks.cpu``, with all instruction sets and with AVX2 alone."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in load("cpu-epyc-zen5")["rows"]:
+        rows.setdefault(row["about"], {})[row["kernels"]] = row
+    head = ["2 cores of EPYC, Zen 5", "kos, tokens/s", "PyTorch, tokens/s", "kos / PyTorch", "by CPU time", "AVX2"]
+    return table(head, [
+        [about, *(f"{found['all'][name]['tokens_per_second']:,.0f}" for name in ("kos", "torch")),
+         *(f"{middle:.2f} ({low:.2f} to {high:.2f})"
+           for middle, low, high in (found["all"]["ratio_wall"], found["all"]["ratio_cpu"])),
+         f"{found['avx2']['ratio_cpu'][0]:.2f}" if "avx2" in found else ""]
+        for about, found in rows.items()
+    ])  # fmt: skip
+
 
 
 def power() -> str:

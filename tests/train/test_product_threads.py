@@ -24,6 +24,12 @@ def test_products_are_those_of_numpy(rng, rows, depth, columns, transposed):
     np.testing.assert_allclose(out, a @ b, rtol=1e-10, atol=1e-10)
 
 
+def test_a_product_with_a_vector(rng):
+    a, b, out = rng.normal(size=40_000), rng.normal(size=(40_000, 500)), np.full(500, np.nan)
+    matmul(a, b, out)
+    np.testing.assert_allclose(out, a @ b, rtol=1e-10, atol=1e-8)
+
+
 def test_parts_cover_every_row_once():
     for size in (1, 127, 128, 300, 2048, 50_304):
         for threads in (1, 2, 3, 64):

@@ -87,8 +87,9 @@ THREADS = Threads()
 
 
 def matmul(a: Array, b: Array, out: Array) -> None:
-    """out (M, N) = a (M, K) b (K, N)."""
-    (rows, depth), columns = a.shape, b.shape[1]
+    """out (M, N) = a (M, K) b (K, N); without M, of vectors."""
+    *rows_of_a, depth = a.shape
+    rows, columns = rows_of_a[0] if rows_of_a else 0, b.shape[-1]
     if THREADS.count > 1 and 2 * rows * depth * columns >= LEAST_FLOPS:
         size = max(rows, columns)
         if (parts := parts_of(size, THREADS.count)) and THREADS.run(
