@@ -1,5 +1,6 @@
 """The nccl backend's own work, without a GPU (see ``fake_nccl``): the conformance suite, on ranks that are threads."""
 
+import asyncio
 import gc
 import re
 import threading
@@ -249,6 +250,24 @@ def test_windows_on_some_ranks_are_refused(gpu, /, fake, deterministic):
 
     with pytest.raises(CollectiveMismatch, match=r"they differ in kernel for x and out in windows against None"):
         reduce()
+
+
+@on_each_rank(FakeRanks(2).run)
+def test_waits_for_the_first_of_several(gpu, /, fake):
+    """Operations on GPUs and a message to nobody, by each way to wait for them."""
+    x, y = Array.from_numpy(np.arange(4.0), 0), Array.from_numpy(np.arange(4.0), 0)
+
+    async def both():
+        return await gpu.comm.all_reduce(x, async_op=True), await gpu.comm.all_reduce(y, async_op=True)
+
+    assert asyncio.run(both()) == (x, y)
+    works, called = [gpu.comm.all_reduce(each, async_op=True) for each in (x, y)], threading.Event()
+    works[0].add_done_callback(lambda work: called.set())
+    assert called.wait(10.0) and kos.wait_any(works, timeout=5.0) in works
+    works.append(gpu.comm.send(x, kos.NOBODY, async_op=True))
+    assert {*kos.as_completed(works)} == {*works}
+    gpu.comm.synchronize()
+    assert x.numpy().tolist() == [0, 4, 8, 12]
 
 
 @on_each_rank(FakeRanks(2).run)
