@@ -183,10 +183,11 @@ def generate(shape: Shape, options: argparse.Namespace) -> Callable[[int], float
     from kos.train.generate import generate as generate_tokens
     from kos.train.machine import limit_threads
     from kos.train.ops import numpy as ops
+    from kos.train.parallel.mesh import ALONE
 
     limit_threads(kos.init(backend="mock"), options.threads)
     config = TrainConfig.from_preset("124m").model_config_for(shape.vocabulary)
-    weights = make_weights(config, ops, np.dtype(np.float32))
+    weights = make_weights(config, ops, np.dtype(np.float32), ALONE)
     decoder = Decoder(config, ops, weights, 1, len(prompt) + length + 1)
 
     def of_kos(count: int) -> float:
