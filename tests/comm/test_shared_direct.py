@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.host.shared import node
+from kos.comm.host.shared import transport
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import on_each_rank
@@ -78,8 +78,8 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch, got):
 
     One rank cannot read the memory of one other, and all ranks of the host use slots.
     """
-    reads = chain([lambda *_: got], repeat(node.read_memory))
-    monkeypatch.setattr(node, "read_memory", lambda *arguments: next(reads)(*arguments))
+    reads = chain([lambda *_: got], repeat(transport.read_memory))
+    monkeypatch.setattr(transport, "read_memory", lambda *arguments: next(reads)(*arguments))
 
     def body(comm):
         assert all(call(comm, contributions(comm)) for call in CALLS.values())

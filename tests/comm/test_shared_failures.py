@@ -105,7 +105,7 @@ def test_a_long_reason_is_cut_not_lost(comm, /, letter):
 @on_each_rank(run, 2, close=False)
 def test_a_description_that_is_half_written_does_not_hide_the_others(comm, /):
     calls, segment = comm.backend.calls, comm.backend._segment
-    calls.texts[0], calls._places[0] = b"", 0  # a call whose description is being written has the first place
+    calls.texts[0], calls._added = b"", 1  # a call whose description is being written has the first place
     at = segment.text(segment.rank, 0)
     segment.bytes[at : at + 5] = b"[12, "
     with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
