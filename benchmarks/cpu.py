@@ -71,7 +71,8 @@ ROWS = {
     "two-ranks": Row("`make train`'s model, two ranks; PyTorch: DDP over gloo", TINY, ranks=2, steps=10),
     "compiled": Row("4 x 256, one thread; PyTorch: torch.compile", SMALL, pinned=True, other="compiled"),
     "124m": Row("124m, two threads", LARGE, threads=2, steps=1),
-    "generate": Row("124m, 200 tokens generated, two threads", LARGE, threads=2, steps=1),
+    "124m-one-core": Row("124m, pinned to one core", LARGE, pinned=True, steps=1),
+    "generate": Row("124m, 200 tokens generated, pinned to one core", LARGE, pinned=True, steps=1),
 }
 
 
@@ -355,8 +356,9 @@ def add(path: Path, row: dict[str, Any]) -> None:
 
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     same = ("row", "kernels")
-    rows = [each for each in before if any(each[key] != row[key] for key in same)] + [row]
     facts = report.provenance("benchmarks.cpu", None, 1)
+    row["commit"] = facts["commit"]
+    rows = [each for each in before if any(each[key] != row[key] for key in same)] + [row]
     facts["versions"] |= versions_of(("transformers",))
     facts["command"] = "python -m benchmarks.cpu --json FILE, and the same with --kernels avx2"
     replace_file(path, report.to_json({**facts, "rows": rows}).encode())
