@@ -73,8 +73,8 @@ def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, data
     arrived, evaluated = [], []
     data, run_forward = data_of(Full), Model.forward
 
-    def forward(self, weights, slot, batch, x_nD=None, saves=True, **more):
-        out = run_forward(self, weights, slot, batch, x_nD, saves, **more)
+    def forward(self, weights, slot, batch, x_nD=None, saves=True, cache=None):
+        out = run_forward(self, weights, slot, batch, x_nD, saves, cache)
         if self.local.last and slot.batch.document_starts is not None and not isinstance(self.ops, DRY):
             (arrived if saves else evaluated).append(_elements(slot.batch))
         return out
