@@ -26,7 +26,8 @@ DRY = DryOps, DryCudaOps
 class Full(Dataset):
     """Data with all fields: numbers that name a token's place, and documents of three tokens."""
 
-    fields = Batch._fields
+    def read(self, step: int) -> tuple[str, ...]:
+        return Batch._fields
 
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
         starts = list(starts)
