@@ -44,7 +44,7 @@ class _Many(ControlPlane):
 
 def _prepared(o: Operation, kernel: str | None = None) -> Prepared:
     backend = SimpleNamespace(name="a backend with a long name" * 3, work=Work, group_suffix="")
-    return Prepared(o, backend, lambda work: None, kernel=kernel)
+    return Prepared(o, backend, lambda work: None, kernel and SimpleNamespace(name=kernel))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:10])

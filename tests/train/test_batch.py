@@ -26,7 +26,8 @@ DRY = DryOps, DryCudaOps
 class Full(Dataset):
     """Data with all fields: numbers that name a token's place, and documents of three tokens."""
 
-    fields = Batch._fields
+    def read(self, step: int) -> tuple[str, ...]:
+        return Batch._fields
 
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
         starts = list(starts)
@@ -73,8 +74,8 @@ def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, data
     arrived, evaluated = [], []
     data, run_forward = data_of(Full), Model.forward
 
-    def forward(self, weights, slot, batch, x_nD=None, saves=True, **more):
-        out = run_forward(self, weights, slot, batch, x_nD, saves, **more)
+    def forward(self, weights, slot, batch, x_nD=None, saves=True, cache=None):
+        out = run_forward(self, weights, slot, batch, x_nD, saves, cache)
         if self.local.last and slot.batch.document_starts is not None and not isinstance(self.ops, DRY):
             (arrived if saves else evaluated).append(_elements(slot.batch))
         return out
