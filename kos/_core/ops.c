@@ -23,6 +23,7 @@ typedef struct {
     size_t count, of_task;                  // elements or rows: of all tasks, of each
     size_t heads, kv_heads, d, wide, length;
     float number[6];
+    atomic_int *lacks_memory;  // set by a task without memory
 } operation;
 
 // The first of a task, and the one after its last.
@@ -34,15 +35,17 @@ typedef struct {
         attention_backward;
 } kernels;
 
-// Memory of this thread, for the tasks of one operation.
-static float *scratch(size_t count) {
+// Memory of this thread, for the tasks of one operation; NULL if there is none, which fails the operation.
+static float *scratch(const operation *o, size_t count) {
     static _Thread_local float *memory;
     static _Thread_local size_t size;
     if (count > size) {
         free(memory);
         memory = aligned_alloc(64, (4 * count + 63) / 64 * 64);
-        size = count;
+        size = memory ? count : 0;
     }
+    if (!memory)
+        atomic_store(o->lacks_memory, 1);
     return memory;
 }
 
@@ -115,10 +118,8 @@ static int take(PyObject *args, const char *kinds, arrays *a, operation *o) {
         PyObject *x = PyTuple_GetItem(args, i);
         Py_buffer *b = a->of + i;
         const char kind = (char)(*kinds | 32);
-        if (!x || PyObject_GetBuffer(x, b, PyBUF_STRIDES | PyBUF_FORMAT | (*kinds == kind ? 0 : PyBUF_WRITABLE))) {
-            PyErr_Clear();
-            return give_back(a), 0;
-        }
+        if (!x || PyObject_GetBuffer(x, b, PyBUF_STRIDES | PyBUF_FORMAT | (*kinds == kind ? 0 : PyBUF_WRITABLE)))
+            return PyErr_Clear(), give_back(a), 0;
         a->count++;
         const int right = b->itemsize == 4 && strcmp(b->format, kind == 'i' ? "i" : "f") == 0, matrix = kind == 'm';
         if (!right || !(matrix ? b->ndim == 2 && (b->strides[1] == 4 || b->shape[1] < 2) && b->strides[0] % 4 == 0
@@ -143,14 +144,16 @@ static int take(PyObject *args, const char *kinds, arrays *a, operation *o) {
 #define SAME(i, j) (o.rows[i] == o.rows[j] && o.columns[i] == o.columns[j])
 
 // Runs the tasks if the arrays fit, and gives them back.
-static PyObject *run(arrays *a, int fit, kos_task task, const operation *o) {
+static PyObject *run(arrays *a, int fit, kos_task task, operation *o) {
+    atomic_int lacks_memory = 0;
+    o->lacks_memory = &lacks_memory;
     if (fit && !PyErr_Occurred()) {
         Py_BEGIN_ALLOW_THREADS
         kos_pool_run(task, o, (o->count + o->of_task - 1) / o->of_task);
         Py_END_ALLOW_THREADS
     }
     give_back(a);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(fit);
+    return lacks_memory ? PyErr_NoMemory() : PyErr_Occurred() ? NULL : PyBool_FromLong(fit);
 }
 
 // rms_norm(x, scale, out, rstd, eps)
@@ -227,17 +230,9 @@ static PyObject *ops_attention_backward(PyObject *self, PyObject *args) {
     return attention(args, "mmfimM", chosen->attention_backward);
 }
 
+#define OF(name) {#name, ops_##name, METH_VARARGS, NULL}
 PyMethodDef ops_functions[] = {
-    {"rms_norm", ops_rms_norm, METH_VARARGS, NULL},
-    {"rms_norm_backward", ops_rms_norm_backward, METH_VARARGS, NULL},
-    {"cross_entropy", ops_cross_entropy, METH_VARARGS, NULL},
-    {"swiglu", ops_swiglu, METH_VARARGS, NULL},
-    {"swiglu_backward", ops_swiglu_backward, METH_VARARGS, NULL},
-    {"adamw", ops_adamw, METH_VARARGS, NULL},
-    {"rope", ops_rope, METH_VARARGS, NULL},
-    {"attention", ops_attention, METH_VARARGS, NULL},
-    {"attention_backward", ops_attention_backward, METH_VARARGS, NULL},
-    {"kernels", ops_kernels, METH_O, NULL},
-    {"threads", ops_threads, METH_O, NULL},
-    {0},
+    OF(rms_norm), OF(rms_norm_backward), OF(cross_entropy), OF(swiglu), OF(swiglu_backward), OF(adamw), OF(rope),
+    OF(attention), OF(attention_backward),
+    {"kernels", ops_kernels, METH_O, NULL}, {"threads", ops_threads, METH_O, NULL}, {0},
 };

@@ -262,8 +262,10 @@ static void K(attention)(const void *arguments, size_t task) {
     const size_t sample = task / o->kv_heads, kv = task % o->kv_heads, group = o->heads / o->kv_heads, wide = o->wide;
     const size_t blocks = (o->length + BLOCK - 1) / BLOCK, column = sample * o->length, of_block = wide * BLOCK;
     const int32_t *first = o->columns[3] ? (int32_t *)o->at[3] + sample * o->length : NULL;
-    float *keys = scratch(2 * blocks * of_block + 2 * of_block + BLOCK * BLOCK), *values = keys + blocks * of_block;
-    float *q = values + blocks * of_block, *sums = q + of_block, *s = sums + of_block;
+    float *keys = scratch(o, 2 * blocks * of_block + 2 * of_block + BLOCK * BLOCK);
+    if (!keys)
+        return;
+    float *values = keys + blocks * of_block, *q = values + blocks * of_block, *sums = q + of_block, *s = sums + of_block;
     K(pack_all)(keys, (float *)o->at[0] + (o->heads + kv) * o->d * o->stride[0] + column, o);
     K(pack_all)(values, (float *)o->at[0] + (o->heads + o->kv_heads + kv) * o->d * o->stride[0] + column, o);
     for (size_t head = kv * group; head < (kv + 1) * group; head++)
@@ -315,7 +317,10 @@ static void K(attention_backward)(const void *arguments, size_t task) {
     const size_t sample = task / o->kv_heads, kv = task % o->kv_heads, group = o->heads / o->kv_heads, wide = o->wide;
     const size_t blocks = (o->length + BLOCK - 1) / BLOCK, column = sample * o->length, of_block = wide * BLOCK;
     const int32_t *first = o->columns[3] ? (int32_t *)o->at[3] + sample * o->length : NULL;
-    float *keys = scratch(4 * blocks * of_block + 5 * of_block + 2 * BLOCK * BLOCK), *values = keys + blocks * of_block;
+    float *keys = scratch(o, 4 * blocks * of_block + 5 * of_block + 2 * BLOCK * BLOCK);
+    if (!keys)
+        return;
+    float *values = keys + blocks * of_block;
     float *d_keys = values + blocks * of_block, *d_values = d_keys + blocks * of_block;  // (keys, d)
     float *q = d_values + blocks * of_block, *d_out = q + of_block, *q_t = d_out + of_block, *d_out_t = q_t + of_block;
     float *dq = d_out_t + of_block, *p = dq + of_block, *ds = p + BLOCK * BLOCK;

@@ -1,6 +1,8 @@
 """The operations of the compiled core against those of NumPy in float64, which the core leaves to NumPy."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -247,3 +249,22 @@ def test_a_forked_process_computes_too(rng):
         compiled.swiglu(gates, gates, again)
         os._exit(0 if (again == out).all() else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+WITHOUT_MEMORY = """
+import resource, numpy as np
+from kos._core import native
+tokens = 1 << 21  # whose keys and values take 1 GiB
+qkv, out, lse = (np.zeros(shape, np.float32) for shape in ((192, tokens), (64, tokens), (1, 1, tokens)))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+try:
+    native.attention(qkv, out, lse, np.empty(0, np.int32), 1, 1, 0.1)
+except MemoryError:
+    print("refused", end="")
+"""
+
+
+def test_attention_without_memory():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("refused", 0), done.stderr
