@@ -46,8 +46,8 @@ BOUNDS = {
     f"all_reduce of 4 MB {HERE}, cached": Bound(Path(4, 4, 3, 0)),
     f"send_bytes {HERE}": Bound(Path(0, 0, 0, 0)),
     f"recv_bytes {HERE}": Bound(Path(0, 0, 0, 0)),
-    f"all_reduce of 1 KB {BETWEEN}, first": Bound(Path(90, 15, 40, 26)),
-    f"all_reduce of 1 KB {BETWEEN}, cached": Bound(Path(60, 10, 32, 22)),
+    f"all_reduce of 1 KB {BETWEEN}, first": Bound(Path(90, 17, 40, 26)),
+    f"all_reduce of 1 KB {BETWEEN}, cached": Bound(Path(60, 12, 32, 22)),
     f"send_bytes {BETWEEN}": Bound(Path(58, 12, 22, 11), Path(-1, 7, -1, -1)),
     f"recv_bytes {BETWEEN}": Bound(Path(46, 7, 22, 15)),
 }
