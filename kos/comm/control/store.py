@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kos.comm import waits
+from kos.comm import timeouts, waits
 from kos.comm.arguments import check_int, check_timeout
 from kos.comm.failures import WHY_CLOSED
 from kos.errors import CollectiveTimeout, InvalidArgument
@@ -159,10 +159,11 @@ class KeyValueStore:
             ask = _ask_hub if self._comm.rendezvous.threads is None else _ask_threads
             if (answer := ask(self._comm.rendezvous, header, value, seconds, what)) is not None:
                 return answer
-            me, missing = failures.names([self._comm.rank], False), "its answer did not arrive"
+            missing = ("the answer", "did not arrive")
             if request in ("get", "wait"):
-                missing = "no rank has set the key" if len(keys) == 1 else "not all keys have been set"
-            raise CollectiveTimeout(f"{me}: {what}: {missing} within {seconds:g} s")
+                missing = ("no rank", "has set the key") if len(keys) == 1 else ("not all keys", "have been set")
+            me = failures.names([self._comm.rank], False)
+            raise CollectiveTimeout(f"{me}: {what}: {timeouts.late(*missing, seconds)}")
         finally:
             failures.status.post_wait(None)
 

@@ -10,12 +10,11 @@ import torch.distributed as dist
 
 import kos
 
+_Store: Any = dist.__dict__["Store"]  # which has no types
 
-_Store: Any = dist.Store
 
-
-class Store(_Store):  # type: ignore[misc]
-    """A Store for ``init_process_group(store=…)``, whose values are in ``comm.store`` (see ``kos.KeyValueStore``).
+class Store(_Store):
+    """A Store for ``init_process_group(store=…)``, whose values are in ``comm.store`` (see ``kos.comm.KeyValueStore``).
 
     ``prefix`` begins all its keys.  Its waits end after ``timeout``, which is that of ``comm`` at first, and raise what
     ``comm.store`` raises; a lost rank ends them at once.  The communicator must stay open while the Store is used.
