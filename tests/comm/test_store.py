@@ -95,6 +95,20 @@ def test_threads_of_a_rank_wait_side_by_side(comm, /):
     comm.barrier()
 
 
+@on_each_rank("ranks")
+def test_a_rank_that_has_closed_its_communicator_ends_no_wait(comm, /):
+    if comm.rank == comm.size - 1:
+        comm.close()
+    elif comm.rank == 0:
+        with pytest.raises(CollectiveTimeout, match="no rank has set the key"):
+            comm.store.get("never", NEVER)
+        comm.store.set("late", b"here")
+        comm.store.get("read")
+    else:
+        assert comm.store.get("late") == b"here"
+        comm.store.set("read", b"")
+
+
 @pytest.mark.skipif(UNDER_MPIRUN, reason="it loses a rank")
 @pytest.mark.parametrize("on", ["mock", "tcp"])
 def test_a_lost_rank_ends_the_waits(on):

@@ -81,8 +81,8 @@ class Table:
 class KeyValueStore:
     """A small store of control data, which all ranks of a communicator share: ``comm.store``.
 
-    Keys are strings of 1 to 1,024 characters; values are bytes, at most 1 MiB each.  Rank 0 keeps them, until the
-    communicator is closed.  Each group has a store of its own, and a membership change begins an empty one.  Calls are
+    Keys are strings of 1 to 1,024 characters; values are bytes, at most 1 MiB each.  The process of rank 0 keeps them
+    until all ranks have closed the communicator.  Each group has a store of its own, and a membership change begins an empty one.  Calls are
     not collective; any thread may make them, and each takes effect at once.
 
     ``timeout`` in seconds replaces that of the communicator.  Calls raise InvalidArgument for wrong arguments; a
@@ -180,7 +180,7 @@ def _ask_hub(plane: Any, header: list[Any], value: bytes, seconds: float, what: 
         plane.channel.record_deaths()
         if (failure := failures.find()) is not None:
             raise failure.copy(None, what)
-        if plane.connection is None or inbox.closed:
+        if plane.connection is None or inbox.ended:
             raise failures.lost(0, WHY_CLOSED, what)
         return False
 
@@ -216,7 +216,8 @@ def _ask_threads(plane: Any, header: list[Any], value: bytes, seconds: float, wh
             while mine not in answers:
                 group.raise_reported(plane.failures, None)
                 for other in others:
-                    group.raise_end(other, plane.failures, what)
+                    if plane.failures.left.get(other, (0, "", None))[1] != WHY_CLOSED:  # the others may set the key
+                        group.raise_end(other, plane.failures, what)
                 if not group.wait(rank, deadline, what, others):
                     return None
             return answers.pop(mine)
