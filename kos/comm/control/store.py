@@ -82,8 +82,8 @@ class KeyValueStore:
     """A small store of control data, which all ranks of a communicator share: ``comm.store``.
 
     Keys are strings of 1 to 1,024 characters; values are bytes, at most 1 MiB each.  The process of rank 0 keeps them
-    until all ranks have closed the communicator.  Each group has a store of its own, and a membership change begins an empty one.  Calls are
-    not collective; any thread may make them, and each takes effect at once.
+    until all ranks have closed the communicator.  Each group has a store of its own, and a membership change begins an
+    empty one.  Calls are not collective; any thread may make them, and each takes effect at once.
 
     ``timeout`` in seconds replaces that of the communicator.  Calls raise InvalidArgument for wrong arguments; a
     failure of the communicator, such as RankLost, as soon as it is known; and CollectiveTimeout, which does not end the
