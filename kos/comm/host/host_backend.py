@@ -194,6 +194,11 @@ class HostBackend:
         """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
         return self.shared is not None or type(self.transport).arrived is not Backend.arrived
 
+    @property
+    def finds_any_tag(self) -> bool:
+        """Whether receives and probes may take messages of any tag."""
+        return self.shared is not None or self.transport.finds_any_tag
+
     def poll_message(self, src: int, tag: int) -> Envelope | None:
         """The envelope of the next message from ``src``, a rank or ANY, None if none has arrived; raises failures."""
         try:
