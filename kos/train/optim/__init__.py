@@ -16,10 +16,10 @@ import numpy as np
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.model.parameters import OwnedSlices, Parameters, Shape, packed
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.numpy_optimizer import CHUNKS, SCALARS, SHAPES, LearningRate
+from kos.train.ops.parameters import OwnedSlices, Parameters, Shape, packed
 from kos.train.parallel.mesh import ALONE, Axis
 
 CHUNK = 16_384
