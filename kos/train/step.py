@@ -7,7 +7,7 @@ with one rank F0 B0 F1 B1 …; then losses, norm and update. CPUs run it at once
 captured as a CUDA graph (``device/cuda.py``).
 
 The path of a gradient: ``_backward`` runs the model's backward (``model/model.py``), which reports each complete
-gradient. ``model/gradients.py`` then sums it over the ranks of tp if each has a term of it, and passes it to
+gradient. ``parallel/gradients.py`` then sums it over the ranks of tp if each has a term of it, and passes it to
 ``parallel/data.py``. That fills a bucket and calls ``comm.all_reduce``, which overlaps the rest of the backward.
 Norm and update follow after all sums.
 """
@@ -26,9 +26,7 @@ from kos.comm.reduction import ReduceOp
 from kos.dtypes import DTYPES
 from kos.train.config.options import TrainConfig
 from kos.train.data.own import EndOfBatches
-from kos.train.layers import LOOKUPS, Weights
 from kos.train.layers.attention import Cache
-from kos.train.model.gradients import GradientSums
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.ops import Array, Loss
@@ -37,6 +35,7 @@ from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Optimizer
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
+from kos.train.parallel.gradients import LOOKUPS, GradientSums, Weights
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action

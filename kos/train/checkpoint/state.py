@@ -22,8 +22,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.ops import Array
 from kos.train.ops.fp8 import Quantized
-from kos.train.ops.parameters import OwnedSlices, Parameters, Shape
-from kos.train.optim import overlap
+from kos.train.ops.parameters import OwnedSlices, Parameters, Shape, overlap
 from kos.train.parallel.data import DataParallel, make_buckets
 from kos.train.parallel.mesh import Layout, Mesh
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
-from kos.train.layers import Gradients, PassContext, Weights
+from kos.train.layers import PassContext
 from kos.train.layers.attention import Attention, Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
@@ -31,6 +31,7 @@ from kos.train.ops.linear import LinearOps, Wrapper
 from kos.train.parallel import fixed_order
 from kos.train.parallel.context import ContextParallel, FixedContext, Masks
 from kos.train.parallel.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
+from kos.train.parallel.gradients import Gradients, Weights
 from kos.train.parallel.mesh import ALONE, Axis, Layout, Mesh
 from kos.train.parallel.tensor import FixedTensorParallel, Half, PlainTensorParallel, TensorParallel
 

@@ -202,9 +202,9 @@ class ContextParallel:
 class FixedContext(ContextParallel):
     """``ContextParallel`` with ``--deterministic``: attention of this rank's pieces to the pieces of all ranks.
 
-    A piece of a sequence in the order of ``split`` (``parallel/fixed_order.py``) takes the place of a rank. Attention
-    is to its own keys with the causal mask, then to those of every other piece, in a fixed order, with the same shapes
-    in every layout. The gradients of keys and values are a tree over the pieces.
+    A piece of a sequence in the order of ``split`` (``fixed_order.py``) takes the place of a rank. Attention is to its
+    own keys with the causal mask, then to those of every other piece, in a fixed order, with the same shapes in every
+    layout. The gradients of keys and values are a tree over the pieces.
     """
 
     def __init__(self, ops: object, axis: Axis, split: Split) -> None:
