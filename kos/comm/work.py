@@ -16,6 +16,7 @@ from kos.comm.arguments import check_timeout
 from kos.comm.operation import CORE_OPERATIONS, Operation
 from kos.comm.progress import ProgressThread, completed, watch
 from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
+from kos.comm.waits import wait
 from kos.errors import CollectiveError, KosError, by_handler
 
 T = TypeVar("T")
@@ -405,36 +406,31 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         raise error
 
     def _wait(self, timeout: float | None) -> None:
-        now = time.monotonic()
-        deadline = None if timeout is None else now + timeout
-        backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
-        waiter, engine = backend.waiter(), backend.engine
-        began, sleeps, token = now, False, object()
+        backend, began = self.backend, time.monotonic()
+        waiter, engine, token = backend.waiter(), backend.engine, object()
+        reported = sleeps = False
+
+        def is_over() -> bool:
+            if sleeps:
+                time.sleep(LONG_SLEEP)
+            engine.poll()
+            return self._steps is None
+
+        def report() -> bool:
+            nonlocal reported, sleeps
+            reported = True
+            with engine.lock:
+                backend.failures.show_wait(backend.late(self))
+                # No sleep while another operation is in flight: polls advance it.
+                alone = time.monotonic() - began > LONG_WAIT and engine.outstanding() == [self]
+                sleeps = alone and backend.may_sleep(self)
+            return False
+
         try:
             engine.pause(token)
-            while True:
-                mark = waiter.mark()
-                engine.poll()
-                if self._steps is None:
-                    return
-                now = time.monotonic()
-                remaining = None if deadline is None else deadline - now
-                if remaining is not None and remaining <= 0:
-                    self.expire(timeout)
-                    return
-                if now > report_at:
-                    with engine.lock:
-                        late = backend.late(self)
-                        backend.failures.show_wait(late)
-                        # No sleep while another operation is in flight: polls advance it.
-                        alone = now - began > LONG_WAIT and engine.outstanding() == [self]
-                        sleeps = alone and backend.may_sleep(self)
-                    report_at, reported = now + _REPORT_EVERY, True
-                if not reported:  # wake up to report the wait even if nothing arrives
-                    remaining = min(report_at - now, math.inf if remaining is None else remaining)
-                waiter.pause(mark, remaining)
-                if sleeps:
-                    time.sleep(LONG_SLEEP)
+            deadline = math.inf if timeout is None else began + timeout
+            if not wait(is_over, deadline, report, waiter, _REPORT_EVERY):
+                self.expire(timeout)
         finally:
             engine.resume(token)
             if reported:

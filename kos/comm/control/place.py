@@ -154,7 +154,7 @@ def _listen(network: Network, place: Place) -> socket.socket:
                     raise RendezvousError(f"{name}: rank 0 cannot listen at {port}: {error}") from error
         return None
 
-    if (listener := wait(listen, time.monotonic() + BUSY_SECONDS, pause=0.05)) is None:
+    if (listener := wait(listen, time.monotonic() + BUSY_SECONDS, waiter=0.05)) is None:
         tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
         raise RendezvousError(
             f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
