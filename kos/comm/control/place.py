@@ -30,8 +30,7 @@ from kos.comm.control.base import machine_id
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import publish
 from kos.comm.control.identity import load_secret
-from kos.comm.control.listening import bound
-from kos.comm.control.wire import Network, is_loopback
+from kos.comm.control.network import Network, bound, is_loopback
 from kos.comm.failures import FailureLog
 from kos.comm.waits import wait
 from kos.environment import KOS_HOST
