@@ -385,6 +385,15 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         result: T = self.array if self.convert is None else self.convert(self.array)
         return result
 
+    def refuse(self) -> NoReturn:
+        """Raise the first failure of its communicator in this call, which is recorded already."""
+        try:
+            self.backend.failures.refuse(self.name)
+        except KosError as error:
+            self.record_failure(error)
+            raise
+        raise AssertionError(f"{self}: refused without a reason")
+
     def cancel(self, error: KosError) -> None:
         """End the operation; ``wait`` raises ``error``."""
         with self.backend.engine.lock:
