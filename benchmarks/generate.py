@@ -38,8 +38,8 @@ from kos.train.generate import Decoder, Uncached
 from kos.train.machine import limit_threads
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import make_whole
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import ALONE, Axis
 
 COPIED = 1 << 30  # bytes that are copied to measure the rate

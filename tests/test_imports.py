@@ -234,9 +234,8 @@ def test_a_python_without_the_gil_is_refused(code):
 
 
 CIRCLES = {
-    ("checkpoint", "config"), ("device", "train"), ("layers", "parallel"), ("model", "ops"), ("model", "parallel"),
-    ("ops", "parallel"), ("optim", "parallel"),
-}  # fmt: skip
+    ("checkpoint", "config"), ("device", "train"),
+}
 """Folders of the trainer that import each other. No other pair may; one that no longer does leaves this list."""
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from kos.train.generate import Decoder
-from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import ALONE, Axis
 from tests.train.generation import CASES, PROMPTS, random_weights
 

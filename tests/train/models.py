@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from kos.train.checkpoint.huggingface import as_saved, weight_files
-from kos.train.layers import Gradients
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
 from kos.train.model.shape import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
+from kos.train.parallel.gradients import Gradients
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 

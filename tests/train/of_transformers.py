@@ -9,7 +9,7 @@ from typing import Any
 
 from kos.train.checkpoint import huggingface
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from tests.packages import Package, needs
 from tests.train.models import tensors_of
 

@@ -27,10 +27,10 @@ from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
 from kos.train.model.shape import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
 from tests.packages import Package
 from tests.train.layouts import Precise, make_data

@@ -11,7 +11,7 @@ from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.initial import init_weights
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from tests.train.models import random_weights, read_weights, tensors_of
 
 CONFIG = GPT2Config(37, 24, 29, 3, 4, 4, 6, 20, 1e-3, tie_word_embeddings=True)

@@ -16,7 +16,7 @@ from kos.train.checkpoint.huggingface import (
 )
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from tests.train.models import SCALING, read_weights, small
 
 CHANGED: dict[str, object] = {

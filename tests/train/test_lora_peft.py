@@ -12,8 +12,8 @@ from kos.train.checkpoint import adapter, huggingface
 from kos.train.config.flags import parse
 from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from tests.packages import Package, needs
 from tests.train.models import loss_and_gradients
 from tests.train.of_transformers import needs_transformers, save_random, torch, transformers

@@ -10,11 +10,11 @@ import pytest
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from tests.train.beside_torch import torch_llama

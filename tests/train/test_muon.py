@@ -17,9 +17,9 @@ from kos.train.device.dry_run import DryRun
 from kos.train.layers import Placement
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, Optimizer, decay_matrices
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon

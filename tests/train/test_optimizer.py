@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import CHUNK, Group, Optimizer, decay_matrices
 from kos.train.optim.adamw import AdamW
 from tests.train.updates import check_skipped

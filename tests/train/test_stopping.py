@@ -18,12 +18,12 @@ from kos.train import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu, dry_run
 from kos.train.device.dry_run import DryOps, plan_memory
-from kos.train.layers import Gradients
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone
+from kos.train.parallel.gradients import Gradients
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.tools.metrics import read_metrics
 from kos.train.trainer import Trainer

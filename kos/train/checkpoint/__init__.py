@@ -39,7 +39,7 @@ from kos.train.checkpoint.saving import WEIGHTS, Files, Saving, write_json, writ
 from kos.train.checkpoint.state import RESIDUAL, ShardedState, State, state_shapes
 from kos.train.data.corpus import Show
 from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer
-from kos.train.model.parameters import Shape
+from kos.train.ops.parameters import Shape
 from kos.train.parallel.failures import alone
 
 FORMAT = 2

@@ -24,7 +24,7 @@ from kos.train.checkpoint.state import Tensors
 from kos.train.data.tokenizers import has_tokenizer
 from kos.train.layers.lora import A, B, Lora, is_adapter
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Shape
+from kos.train.ops.parameters import Shape
 
 CONFIG, WEIGHTS = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors"
 IGNORED = """

@@ -31,8 +31,8 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
-from kos.train.model.parameters import Shape
 from kos.train.model.shape import KEYS, ModelShape
+from kos.train.ops.parameters import Shape
 
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),

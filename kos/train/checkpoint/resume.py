@@ -30,10 +30,10 @@ from kos.train.data.packing import FILE
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Shape
-from kos.train.ops.fixed_order import ORDER
 from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.ops.parameters import Shape
 from kos.train.optim import frozen_in
+from kos.train.parallel.fixed_order import ORDER
 
 _log = logging.getLogger(__name__)
 
