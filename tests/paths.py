@@ -44,7 +44,10 @@ BOUNDS = {
     f"send_bytes {BETWEEN}": Path(42, 7, 12, 6),
     f"recv_bytes {BETWEEN}": Path(46, 7, 21, 15),
 }
-"""The most that a path may have.  Between hosts, a path is shorter if the other rank answers late, since waits are not counted."""
+"""The most that a path may have.
+
+Between hosts, a path is shorter if the other rank answers late, since waits are not counted.
+"""
 
 
 def path_of(make: Callable[[], Any]) -> tuple[Path, list[str]]:
