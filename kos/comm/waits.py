@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as await_futures
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -63,23 +64,24 @@ def wait(
     """Poll until the result is true; returns it, or the last one after ``deadline``, a time of ``time.monotonic``.
 
     Every ``every`` seconds, ``look`` is called, which may raise.  Between two polls, this function sleeps ``waiter``
-    seconds, or ``waiter`` waits, an object as ``Backend.waiter`` returns.  Once ``look`` has returned False, that waits
-    for an event, and not for the next ``look``.
+    seconds, or ``waiter`` waits: a function, or an object as ``Backend.waiter`` returns.  Once ``look`` has returned
+    False, that object waits for an event, and not for the next ``look``.
     """
-    look_at, sleeps, mark, awaits_look = time.monotonic() + every, isinstance(waiter, float), 0, True
+    if isinstance(waiter, float):
+        waiter = partial(time.sleep, waiter)
+    look_at, mark, awaits_look = time.monotonic() + every, getattr(waiter, "mark", int), True
     while True:
-        if not sleeps:
-            mark = waiter.mark()
+        since = mark()
         if (found := poll()) or (now := time.monotonic()) > deadline:
             return found
         if now > look_at:
             awaits_look = look() is not False
             look_at = now + every
-        if sleeps:
-            time.sleep(waiter)
+        if callable(waiter):
+            waiter()
         else:
             until = min(deadline, look_at) if awaits_look else deadline
-            waiter.pause(mark, None if until == math.inf else until - now)
+            waiter.pause(since, None if until == math.inf else until - now)
 
 
 def start_in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
