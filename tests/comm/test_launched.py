@@ -72,6 +72,13 @@ if __name__ == "__main__":
 
 # Programs of two ranks of MPI, each of which starts others.
 ON_MPI = {
+    # As torchrun or srun set for what a rank of mpirun starts by them.
+    "variables of other launchers": """
+for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "RANK"):
+    refused(child(env={**os.environ, name: "1"}))
+assert comm.all_reduce(np.ones(1)) == 2
+comm.close()
+""",
     # Also after ``close``: Open MPI 5.0.11 crashed in MPI_Finalize once a child had taken the rank's place.
     "as long as its rank has MPI": """
 comm.close()
