@@ -40,6 +40,11 @@ class InMemory:
         return self._tensors[name][index]
 
 
+def sizes(*values: int) -> dict[str, int]:
+    """The first sizes of a model, by name."""
+    return dict(zip([name for name in LlamaConfig.model_fields if name != "model_type"], values, strict=False))
+
+
 def small(**changes: Any) -> LlamaConfig:
     """Three layers of grouped-query attention, 24 wide, of odd sizes where they may be odd."""
     shape: dict[str, Any] = {

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kos.train.checkpoint import huggingface
+from kos.train.model import huggingface
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops.parameters import Parameters
 from tests.packages import Package, needs

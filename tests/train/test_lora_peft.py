@@ -12,6 +12,7 @@ from kos.train.checkpoint import adapter, huggingface
 from kos.train.config.flags import parse
 from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
+from kos.train.model.peft import CONFIG, model_of
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.parameters import Parameters
 from tests.packages import Package, needs
@@ -69,7 +70,7 @@ def test_logits_and_gradients_of_a_folder_of_peft(base, every, tmp_path):
     expected = logits.detach().numpy()
     np.testing.assert_allclose(load(tmp_path).logits(tokens), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
-    config = adapter.model_of(tmp_path)
+    config = model_of(tmp_path)
     weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
     files = adapter.Joined(huggingface.weight_files(base, config.base.parameter_shapes()),
                            adapter.files_of(tmp_path, config))  # fmt: skip
@@ -90,7 +91,7 @@ def test_all_linear(base, tmp_path):
     """peft writes the full name of each matrix."""
     theirs = adapted(base, "all-linear")
     theirs.save_pretrained(tmp_path)
-    targets = json.loads((tmp_path / adapter.CONFIG).read_text())["target_modules"]
+    targets = json.loads((tmp_path / CONFIG).read_text())["target_modules"]
     assert all(".0." in name or ".1." in name for name in targets)
     tokens = np.random.default_rng(2).integers(0, 97, (2, 20))
     with torch.no_grad():
