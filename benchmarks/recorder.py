@@ -20,7 +20,6 @@ import numpy as np
 
 from kos import _core
 from kos.bench.report import provenance, to_json
-from kos.comm.collectives import Operations
 from kos.comm.failures import FailureLog
 from kos.comm.host.shared import FingerprintRing, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
@@ -28,7 +27,7 @@ from kos.comm.operation import Operation, Options
 from kos.comm.prepared import Prepared, without_memory
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.work import Work
+from kos.comm.work import Work, record_start
 from kos.commands import program
 from kos.dtypes import dtype_of
 from kos.errors import InvalidArgument
@@ -99,7 +98,7 @@ def main() -> None:
             record[COMPLETED] = time_ns()
 
     nothing = best(empty, args.runs)
-    launch = best(lambda: Operations._record_start(comm, work), args.runs) - nothing
+    launch = best(lambda: record_start(comm, work), args.runs) - nothing
     over = best(complete, args.runs) - nothing
     print(f"recorder: launch {launch:.0f} ns + completion {over:.0f} ns = {launch + over:.0f} ns a call")
     rows.append({"what": "recorder", "launch_ns": launch, "completion_ns": over})

@@ -17,10 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from os.path import dirname, sep
-from sys import _getframe
 from threading import get_ident
-from time import time_ns
 from typing import Any
 
 import numpy as np
@@ -63,9 +60,8 @@ from kos.comm.operation import (
     Options,
 )
 from kos.comm.prepared import APART, BY_CAPTURE, MOST_STORED, Prepared, Store, nothing, resized, without_memory
-from kos.comm.recorder import LAST_SLOT
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
-from kos.comm.work import Work
+from kos.comm.work import Work, record_start
 from kos.cuda import streams
 from kos.errors import BackendUnavailable, InvalidArgument, KosError, by_handler
 from kos.memory import Array, Buffer, as_buffer, windows
@@ -73,8 +69,6 @@ from kos.memory.buffer import handle_and_owner
 from kos.memory.libraries import library_of
 
 Op = ReduceOp | PremulSum
-
-_HERE = dirname(__file__) + sep  # as code objects have it
 
 _KEYWORDS = {
     "stream": "a stream of kos.cuda, torch or CuPy, or a raw handle; the call is ordered with the work on it.",
@@ -278,7 +272,7 @@ class Operations:
             else:
                 if backend.on_gpu:
                     backend.check_start((work,))
-                self._record_start(work)
+                record_start(self, work)
                 if backend.failures.first is not None:
                     work.refuse()
                 if self._tracing is None:
@@ -298,22 +292,6 @@ class Operations:
         finally:
             if collective:
                 self._active = None
-
-    def _record_start(self, work: Work[Any]) -> None:
-        """Number ``work`` and record its launch.  Its call site is the innermost frame outside ``kos.comm``."""
-        prepared = work.prepared
-        work.sequence = sequence = next(self._collectives if prepared.collective else self._messages)
-        try:
-            frame = _getframe(3)  # in most calls, that of the program
-        except ValueError:  # called from C
-            frame = _getframe(2)
-        while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
-            frame = frame.f_back
-        recorder = self.recorder
-        count = recorder.counter[0]
-        work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss
-        record[:] = prepared.description, time_ns(), frame.f_code, frame.f_lasti, sequence, None, None
-        recorder.counter[0] = count + 1
 
     def _core_call(
         self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]

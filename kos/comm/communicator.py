@@ -26,7 +26,7 @@ from kos.comm.operation import CORE_OPERATIONS, Operation, Options
 from kos.comm.progress import ProgressThread
 from kos.comm.recorder import Group, Recorder
 from kos.comm.tracing import tracing
-from kos.comm.work import Work, forked_from
+from kos.comm.work import Work, forked_from, record_start
 from kos.errors import (
     CollectiveError,
     InvalidArgument,
@@ -416,7 +416,7 @@ class Communicator(Groups):
                 works = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
                 self.backend.check_start(works)
             for work in works:
-                self._record_start(work)
+                record_start(self, work)
             with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):
                 for backend, several in itertools.groupby(works, lambda work: work.backend):
                     each = list(several)

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
+from os.path import dirname, sep
+from sys import _getframe
 from time import time_ns
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -15,7 +17,7 @@ from kos._core import native
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import CORE_OPERATIONS, Operation
 from kos.comm.progress import ProgressThread, completed, watch
-from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
+from kos.comm.recorder import COMPLETED, ERROR, LAST_SLOT, SEQUENCE, call_site
 from kos.comm.waits import wait
 from kos.errors import CollectiveError, KosError, by_handler
 
@@ -481,6 +483,26 @@ class Work(_Base, Generic[T], metaclass=_Documented):
 
 if not TYPE_CHECKING and native is not None:
     Work._wait_in_python, Work.wait = Work.wait, native.State.wait
+
+
+def record_start(comm: Any, work: Work[Any]) -> None:
+    """Number ``work`` and record its launch.  Its call site is the innermost frame outside ``kos.comm``."""
+    prepared = work.prepared
+    work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
+    try:
+        frame = _getframe(3)  # in most calls, that of the program
+    except ValueError:  # called from C
+        frame = _getframe(2)
+    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
+        frame = frame.f_back
+    recorder = comm.recorder
+    count = recorder.counter[0]
+    work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss
+    record[:] = prepared.description, time_ns(), frame.f_code, frame.f_lasti, sequence, None, None
+    recorder.counter[0] = count + 1
+
+
+_HERE = dirname(__file__) + sep  # as code objects have it
 
 
 def raising(error: BaseException) -> Steps:

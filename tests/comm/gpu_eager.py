@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import kos
-from kos.comm.collectives import Operations
 from kos.memory.array import Array
 
 
@@ -39,10 +38,10 @@ def known(comm: kos.Communicator, x: Array, **options: Any) -> None:
 
 
 def call_during_start(comm: Any, x: Any, event: str, act: Callable[[], Any]) -> None:
-    """Call all_reduce, and run ``act`` when ``_start_work`` begins or ends (the ``event`` "call" or "return")."""
+    """Call all_reduce, and run ``act`` when the method that starts it begins or ends (the ``event`` "call" or "return")."""
 
     def profile(frame: Any, at: str, argument: Any) -> None:
-        if at == event and frame.f_code is Operations._start_work.__code__:
+        if at == event and frame.f_code.co_name.endswith("start_work"):
             sys.setprofile(None)
             act()
 

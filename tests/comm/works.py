@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-from kos.comm.collectives import Operations
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import Group
-from kos.comm.work import Work
+from kos.comm.work import Work, record_start
 
 
 def work_of(name: str, backend: Any = None, sequence: int = -1, group: Group | None = None, **fields: Any) -> Work[Any]:
@@ -27,5 +26,5 @@ def recorded(work: Work[Any]) -> Work[Any]:
     """``work``, recorded as its next call by the caller."""
     recorder, numbers = work.prepared.description[0].recorder, iter([work.sequence])
     caller: Any = SimpleNamespace(_collectives=numbers, _messages=numbers, recorder=recorder)
-    Operations._record_start(caller, work)
+    record_start(caller, work)
     return work
