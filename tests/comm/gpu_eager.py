@@ -38,7 +38,7 @@ def known(comm: kos.Communicator, x: Array, **options: Any) -> None:
 
 
 def call_during_start(comm: Any, x: Any, event: str, act: Callable[[], Any]) -> None:
-    """Call all_reduce, and run ``act`` when the method that starts it begins or ends (the ``event`` "call" or "return")."""
+    """Call all_reduce, and run ``act`` when its start begins or ends (the ``event`` "call" or "return")."""
 
     def profile(frame: Any, at: str, argument: Any) -> None:
         if at == event and frame.f_code.co_name.endswith("start_work"):
