@@ -15,9 +15,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -43,6 +44,11 @@ def distance(got: np.ndarray, expected: list[float]) -> float:
     """Of an array from the array of which ``expected`` is the sketch."""
     found = sketch(got, len(expected) - 1)
     return float(np.linalg.norm(np.subtract(found[1:], expected[1:]))) / max(expected[0], 1e-3)
+
+
+def shortened(values: Sequence[Any], most: int = 40) -> Sequence[Any]:
+    """A text or a list as it is recorded: if it has more than ``most`` elements, its length and a checksum."""
+    return values if len(values) <= most else [len(values), crc32(json.dumps(values).encode())]
 
 
 class Goldens:

@@ -23,6 +23,7 @@ class OnlyGoldens:
 
 if __name__ == "__main__":
     check = "--check" in sys.argv
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: threads would wait for one another
     os.environ[MODE] = "check" if check else "make"
     asked = [word for word in sys.argv[1:] if word != "--check"]
     options = ["-q", "-p", "no:cacheprovider", *([] if check else ["-p", "no:xdist"])]

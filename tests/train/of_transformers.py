@@ -1,6 +1,6 @@
 """Models of transformers with weights of kos.
 
-Tests use them to make recorded results (``tests.goldens``); others have the mark ``needs_transformers``.
+Tests use them to make recorded results (``tests.goldens``).
 """
 
 import functools
@@ -11,10 +11,9 @@ from unittest import mock
 from kos.train.checkpoint import huggingface
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
-from tests.packages import Package, needs
+from tests.packages import Package
 from tests.train.models import tensors_of
 
-needs_transformers = needs("transformers", "torch")
 transformers, torch = Package("transformers"), Package("torch")
 rope_utils = Package("transformers.modeling_rope_utils")
 
