@@ -21,8 +21,8 @@ from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, generate
 from kos.train.model import model as model_module
 from kos.train.model.initial import init_weights
-from kos.train.model.parameters import Parameters
 from kos.train.ops.fp8 import Quantized
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.models import InMemory, part_of
 

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from kos.train.checkpoint.huggingface import as_saved, to_huggingface, weight_files
-from kos.train.layers import Gradients
+from kos.train.checkpoint.huggingface import as_saved, weight_files
+from kos.train.model.huggingface import to_huggingface
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
 from kos.train.model.shape import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
+from kos.train.parallel.gradients import Gradients
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 
@@ -40,6 +41,11 @@ class InMemory:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         return self._tensors[name][index]
+
+
+def sizes(*values: int) -> dict[str, int]:
+    """The first sizes of a model, by name."""
+    return dict(zip([name for name in LlamaConfig.model_fields if name != "model_type"], values, strict=False))
 
 
 def small(**changes: Any) -> LlamaConfig:

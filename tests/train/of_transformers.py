@@ -8,9 +8,9 @@ import json
 from typing import Any
 from unittest import mock
 
-from kos.train.checkpoint import huggingface
+from kos.train.model import huggingface
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from tests.packages import Package
 from tests.train.models import tensors_of
 

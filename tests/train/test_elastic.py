@@ -29,7 +29,7 @@ from kos.train import checkpoint, report
 from kos.train.device import Device
 from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.folder import ADDRESS
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel import schedules

@@ -4,7 +4,6 @@ The results of transformers are recorded (``tests.goldens``).  Theirs runs in fl
 seen; with masks of documents and windows written out.
 """
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,19 +17,19 @@ from safetensors.numpy import load_file
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import checkpoint
-from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.tokenizers import ByteTokenizer
+from kos.train.model import huggingface
 from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
 from kos.train.model.shape import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
 from tests.goldens import distance, sketch
 from tests.train.layouts import Precise, make_data
@@ -87,7 +86,7 @@ CASES: dict[str, LlamaConfig] = {
         attention_bias=True, mlp_bias=True,
     ),
     "gpt2": of(GPT2Config, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-3, tie_word_embeddings=True),
-    **{f"{family.model_type}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
+    **{f"{family.kind}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
        for pad, family in zip(PADS, sorted({*FAMILIES.values()} - {GPT2Config}, key=str), strict=True)},
 }  # fmt: skip
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
@@ -192,7 +191,7 @@ RUN: dict[str, Any] = {
 
 def trained(config: LlamaConfig, start: Parameters) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of ten steps, and the weights after them."""
-    model: dict[str, Any] = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    model: dict[str, Any] = {name: value for name, value in config if value is not None}
     asked = TrainConfig.from_preset("tiny", **RUN, model={**model, "model_type": config.model_type})
 
     def run(comm: Any) -> Any:
@@ -276,7 +275,7 @@ def test_folders_both_ways(config, tmp_path, golden, request):
     save_model(tmp_path, config, weights)
     assert checksums(tmp_path) == theirs["tensors"]
     read = huggingface.from_huggingface(theirs["config"])
-    assert dataclasses.replace(read, initializer_range=config.initializer_range) == config
+    assert read.replace(initializer_range=config.initializer_range) == config
     again = Parameters(read.parameter_shapes())
     read_weights(tmp_path, again)
     assert np.array_equal(again.flat, weights.flat)

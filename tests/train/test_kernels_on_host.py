@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kos.dtypes import DTYPES
-from kos.train.model.parameters import Parameters
 from kos.train.ops.numpy_optimizer import CHUNKS, LearningRate, exact_squares
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from tests.train import test_model_cuda as on_models

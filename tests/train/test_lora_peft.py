@@ -20,8 +20,9 @@ from kos.train.model.families import Olmo2Config, Qwen2Config, Qwen3Config
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
+from kos.train.model.peft import CONFIG, model_of
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from tests.goldens import distance, sketch
 from tests.packages import Package
 from tests.train.models import loss_and_gradients, random_weights, save_model
@@ -80,7 +81,7 @@ def of_peft(family: str, targets: list[str] | str, folder: Path, rank: int = 5) 
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(NEXT).flatten().long())
     loss.backward()
     model.save_pretrained(folder)
-    saved = json.loads((folder / adapter.CONFIG).read_text())
+    saved = json.loads((folder / CONFIG).read_text())
     del saved["base_model_name_or_path"], saved["peft_version"]
     saved["target_modules"].sort()
     return {
@@ -93,7 +94,7 @@ def of_peft(family: str, targets: list[str] | str, folder: Path, rank: int = 5) 
 def write_folder(theirs: dict[str, Any], base: Path, folder: Path) -> Path:
     """The folder of peft, with its settings and the names and shapes of its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / adapter.CONFIG).write_text(json.dumps({**theirs["config"], "base_model_name_or_path": str(base)}))
+    (folder / CONFIG).write_text(json.dumps({**theirs["config"], "base_model_name_or_path": str(base)}))
     save_file({name: drawn(name, shape) for name, shape in theirs["shapes"].items()}, folder / adapter.WEIGHTS)
     return folder
 
@@ -107,7 +108,7 @@ def test_logits_and_gradients_of_a_folder_of_peft(base, kind, tmp_path, golden):
     folder = write_folder(theirs, base, tmp_path)
     assert distance(load(folder).logits(TOKENS), theirs["logits"]) < 1e-5
 
-    config = adapter.model_of(folder)
+    config = model_of(folder)
     weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
     files = adapter.Joined(huggingface.weight_files(base, config.base.parameter_shapes()),
                            adapter.files_of(folder, config))  # fmt: skip
@@ -142,7 +143,7 @@ def test_a_run_saves_a_folder_of_peft_and_goes_on_from_one(base, tmp_path, golde
     lora = ["--lora=3", "--lora-alpha=8", f"--init-from={base}", "--lr=1e-2"]
     run(parse([*flags, *lora, f"--out={out}", "--dp=2" if base.name == "gpt2" else "--pp=2"]), 2)
     saved = out / "checkpoints" / "step-3"
-    settings, tensors = json.loads((saved / adapter.CONFIG).read_text()), load_file(saved / adapter.WEIGHTS)
+    settings, tensors = json.loads((saved / CONFIG).read_text()), load_file(saved / adapter.WEIGHTS)
     targets = settings["target_modules"]
     theirs = golden(f"{base.name}, of a run", lambda: of_peft(base.name, targets, tmp_path / "theirs", 3))
     assert {name: [*tensor.shape] for name, tensor in tensors.items()} == theirs["shapes"]

@@ -1,6 +1,5 @@
 """Muon: against torch's and a plain one in float64, in every layout, in checkpoints and plans."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,15 +10,15 @@ from kos.errors import CheckpointError
 from kos.memory.arena import Arena
 from kos.testing import spawn
 from kos.train import checkpoint, optim
-from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.device.dry_run import DryRun
 from kos.train.layers import Placement
+from kos.train.model import huggingface
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, Optimizer, decay_matrices
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon
@@ -155,7 +154,7 @@ def test_which_matrices_are_muons():
 
 
 def gpt2() -> LlamaConfig:
-    shape = dataclasses.asdict(small(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True))
+    shape = dict(small(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True))
     return GPT2Config(**shape)
 
 

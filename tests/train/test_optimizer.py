@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import CHUNK, Group, Optimizer, decay_matrices
 from kos.train.optim.adamw import AdamW
 from tests.goldens import distance, sketch
