@@ -68,31 +68,21 @@ class Engine:
         if work in self.active:
             self.active.remove(work)
 
-    def pause(self, token: object) -> None:
-        """Stop the progress thread, if there is one, until ``resume(token)``: the caller polls itself."""
-        thread = self.thread  # a local: another thread of the program may close it
-        if thread is not None:
-            with self.lock:
-                thread.paused.add(token)
-
-    def resume(self, token: object) -> None:
-        """Undo ``pause(token)``, also if a signal's handler has ended it half-way."""
-        thread = self.thread
-        if thread is not None:
-            with self.lock:
-                thread.paused.discard(token)
-                if self.active:
-                    thread.wake()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause the progress thread while the resources of operations change."""
-        token = object()
+        """Stop the progress thread, if there is one: the caller polls itself, or changes resources of operations."""
+        token, thread = object(), self.thread  # a local: another thread of the program may close it
         try:
-            self.pause(token)
+            if thread is not None:
+                with self.lock:
+                    thread.paused.add(token)
             yield
         finally:
-            self.resume(token)
+            if thread is not None:
+                with self.lock:
+                    thread.paused.discard(token)
+                    if self.active:
+                        thread.wake()
 
     def remove(self, work: Work[Any]) -> None:
         """Remove an operation that was cancelled, or whose failure was raised."""
@@ -418,7 +408,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
 
     def _wait(self, timeout: float | None) -> None:
         backend, began = self.backend, time.monotonic()
-        waiter, engine, token = backend.waiter(), backend.engine, object()
+        waiter, engine = backend.waiter(), backend.engine
         reported = sleeps = False
 
         def is_over() -> bool:
@@ -437,15 +427,14 @@ class Work(_Base, Generic[T], metaclass=_Documented):
                 sleeps = alone and backend.may_sleep(self)
             return False
 
-        try:
-            engine.pause(token)
-            deadline = math.inf if timeout is None else began + timeout
-            if not wait(is_over, deadline, report, waiter, _REPORT_EVERY):
-                self.expire(timeout)
-        finally:
-            engine.resume(token)
-            if reported:
-                backend.failures.show_wait(None)
+        with engine.paused():
+            try:
+                deadline = math.inf if timeout is None else began + timeout
+                if not wait(is_over, deadline, report, waiter, _REPORT_EVERY):
+                    self.expire(timeout)
+            finally:
+                if reported:
+                    backend.failures.show_wait(None)
 
     def _fail(self, error: Exception) -> None:
         self._error = self.backend.to_error(self, error)
