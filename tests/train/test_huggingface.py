@@ -12,6 +12,7 @@ from kos.train.model.huggingface import from_huggingface, read_config, to_huggin
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING
 from kos.train.ops.parameters import Parameters
 from tests.train.models import SCALING, read_weights, small
+from tests.train.of_transformers import transformers
 
 CHANGED: dict[str, object] = {
     "vocab_size": 41, "hidden_size": 28, "intermediate_size": 99, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -92,16 +93,16 @@ def test_what_it_is_not(change, message):
         from_huggingface({**to_huggingface(CONFIG), **change}, "here")
 
 
-def test_two_spellings_that_contradict_each_other():
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": 777.0}])
+def test_two_spellings_that_contradict_each_other(rope, golden):
     """transformers takes ``rope_scaling`` and, within it, ``rope_theta``."""
-    transformers = pytest.importorskip("transformers", minversion="5", reason="compares with transformers 5")
     scaling = {"rope_type": "linear", "factor": 4.0}
-    for rope in ({}, {"rope_theta": 777.0}):
-        settings = {**to_huggingface(CONFIG), "rope_theta": 5e5, "rope_scaling": {**scaling, **rope}}
-        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
-        theirs = transformers.LlamaConfig(**json.loads(json.dumps(settings))).rope_parameters
-        ours = from_huggingface(settings)
-        assert {"rope_theta": ours.rope_theta, **(ours.rope_scaling or SCALING).settings()} == theirs
+    settings = {**to_huggingface(CONFIG), "rope_theta": 5e5, "rope_scaling": {**scaling, **rope}}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    settings = json.loads(json.dumps(settings))
+    theirs = golden(f"two spellings {rope}", lambda: dict(transformers.LlamaConfig(**settings).rope_parameters))
+    ours = from_huggingface(settings)
+    assert {"rope_theta": ours.rope_theta, **(ours.rope_scaling or SCALING).settings()} == theirs
 
 
 def test_a_context_of_yarn_that_is_null_is_the_model_s():
