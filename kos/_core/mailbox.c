@@ -401,7 +401,8 @@ const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag) {
         return NULL;
     take(g, box, NULL);
     const kos_arrival *first = box->arrived;
-    while (first && ((tag == KOS_ANY_TAG ? kos_tag(first) >= KOS_COLLECTIVE_TAGS : kos_tag(first) != tag)
+    while (first && ((tag == KOS_ANY_TAG ? kos_tag(first) >= KOS_COLLECTIVE_TAGS
+                                         : (first->what ^ tag) << (64 - KOS_DTYPE_AT) != 0)
                      || is_cancelled(box, first)))
         first = first->next;
     return first;
