@@ -9,12 +9,12 @@ import pytest
 
 from kos.errors import CheckpointError
 from kos.memory.arena import Arena
+from kos.memory.sharded import Sharded
 from kos.testing import spawn
 from kos.train import checkpoint, optim
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.device.dry_run import DryRun
-from kos.train.layers import Placement
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
@@ -38,7 +38,7 @@ MUON: dict[str, Any] = {"optimizer": "muon"}
 SHAPES = {
     "head": (50, 12), "norm": (12,), "wide": (12, 40), "q": (12, 12), "tall": (31, 12), "stacked.c_attn": (36, 12),
 }  # fmt: skip
-HIDDEN = {name: Placement(SHAPES[name]) for name in ("wide", "q", "tall", "stacked.c_attn")}
+HIDDEN = {name: Sharded(SHAPES[name]) for name in ("wide", "q", "tall", "stacked.c_attn")}
 
 
 def exact(x: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
 from kos.train.model.shape import Section
 
 if TYPE_CHECKING:
-    from kos.train.layers import Placement
+    from kos.memory.sharded import Sharded
     from kos.train.model.llama import LlamaConfig, Local
     from kos.train.ops.numpy_optimizer import LearningRate
     from kos.train.optim import Group, UpdateRule
@@ -551,7 +551,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
         return (self.lora is not None and not is_adapter(name)) or any(matching([name], x) for x in self.freeze)
 
-    def trained(self, model: LlamaConfig, parts: Sequence[Local]) -> dict[str, Placement]:
+    def trained(self, model: LlamaConfig, parts: Sequence[Local]) -> dict[str, Sharded]:
         """The tensors that are trained, and where a rank's parts of them lie."""
         return {name: at for name, at in model.placements(*parts).items() if not self.is_frozen(name)}
 
