@@ -33,6 +33,7 @@ from kos.train.data.tokens import Shard, Tokens
 from kos.train.device import Piece
 from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.machine import limit_threads
+from kos.train.model import peft
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.ops.batch import Batch
@@ -171,7 +172,7 @@ def evaluate(
     path = together(comm, lambda: checkpoint.find_weights(folder))
     model, weights = together(comm, lambda: adapter.whole_model(path))
     home = together(comm, lambda: str(adapter.tokenizer_folder(str(path))))
-    config = together(comm, lambda: settings_of(adapter.base_of(path), model, flags, comm.size))
+    config = together(comm, lambda: settings_of(peft.base_of(path), model, flags, comm.size))
     most = model.max_position_embeddings // (parts := multiple_of(config)) * parts
 
     together(comm, lambda: config.check_sources(sources))

@@ -19,20 +19,20 @@ from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from tests.train.beside_torch import torch_llama
 from tests.train.host_kernels.engine import rounded_at_random
-from tests.train.models import SCALING, loss_and_gradients, queue
+from tests.train.models import SCALING, loss_and_gradients, queue, sizes
 from tests.train.updates import check_skipped, check_updates, each_kind
 
 pytestmark = pytest.mark.gpu
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 SHAPES = {
-    "odd": LlamaConfig(37, 24, 29, 3, 4, 2, 6, max_position_embeddings=512),
-    "tied": LlamaConfig(200, 256, 344, 2, 4, 1, 64, tie_word_embeddings=True, rope_scaling=SCALING),
-    "wide": LlamaConfig(1000, 256, 512, 2, 4, 4, 128),
+    "odd": LlamaConfig(**sizes(37, 24, 29, 3, 4, 2, 6), max_position_embeddings=512),
+    "tied": LlamaConfig(**sizes(200, 256, 344, 2, 4, 1, 64), tie_word_embeddings=True, rope_scaling=SCALING),
+    "wide": LlamaConfig(**sizes(1000, 256, 512, 2, 4, 4, 128)),
 }
 GPT2 = {
-    "gpt2": GPT2Config(200, 256, 344, 2, 4, 4, 64, 40, tie_word_embeddings=True),
-    "odd gpt2": GPT2Config(37, 24, 29, 2, 4, 4, 6, 33, tie_word_embeddings=True),
+    "gpt2": GPT2Config(**sizes(200, 256, 344, 2, 4, 4, 64, 40), tie_word_embeddings=True),
+    "odd gpt2": GPT2Config(**sizes(37, 24, 29, 2, 4, 4, 6, 33), tie_word_embeddings=True),
 }
 
 

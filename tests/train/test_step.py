@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kos.train import checkpoint
-from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
+from kos.train.model import huggingface
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops

@@ -24,18 +24,17 @@ from kos.train.config import (
     HOLD_OUT,
     KINDS,
     GroupSection,
-    ModelSection,
     by_source,
     flag_of,
     flatten,
-    one_line,
-    option,
     preset_values,
+    suggestion,
     weighted,
 )
 from kos.train.config.fine_tuning import FINE_TUNING_WARMUP, Layer, defaults, with_model
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
-from kos.train.model.shape import Section
+from kos.train.model import Section, one_line, option
+from kos.train.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from kos.memory.sharded import Sharded
@@ -307,7 +306,15 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     timeout: float = option(300.0, changes="nothing", gt=0)
     """Seconds that a rank waits for the others before it reports them."""
 
-    model: ModelSection
+    model: ModelShape
+
+    @field_validator("model")
+    @classmethod
+    def _shape(cls, given: ModelShape) -> ModelShape:
+        from kos.train.model.families import resolve
+
+        resolve(given, 2**63, 1)  # refuses a shape that cannot be
+        return given
 
     @field_validator("data", mode="before")
     @classmethod
@@ -598,11 +605,13 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
+        from kos.train.model.families import resolve
+
         if self.model.vocab_size is not None and self.model.vocab_size < vocab_size:
             where = "--vocab-size" if self.init_from is None else f"{Path(self.init_from, 'config.json')}: vocab_size"
             expected = f"at least the tokenizer's {vocab_size}"
             raise SettingError(where, expected, self.model.vocab_size).about("vocab_size", "tokenizer")
-        model = self.model.resolve(vocab_size, self.seq_len)
+        model = resolve(self.model, vocab_size, self.seq_len)
         if self.lora is not None:
             model = model.adapted(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_targets)
         names = model.parameter_shapes()
@@ -619,7 +628,7 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 
 KEYS = {
     **{name: field for name, field in TrainConfig.model_fields.items() if name != "model"},
-    **{f"model.{name}": field for name, field in ModelSection.model_fields.items()},
+    **{f"model.{name}": field for name, field in ModelShape.model_fields.items()},
 }
 """Every key of a configuration; those of the nested section as ``model.hidden_size``."""
 
@@ -677,4 +686,4 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(one_line(error, labels)) from None
+        raise ConfigError(one_line(error, labels, suggestion)) from None

@@ -25,7 +25,7 @@ TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the
 class GPT2Config(LlamaConfig):
     """The shape of a GPT-2; ``rms_norm_eps`` is LayerNorm's."""
 
-    model_type: ClassVar[str] = "gpt2"
+    kind: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
     takes: ClassVar[frozenset[str]] = frozenset({"tie_word_embeddings"})
     norm_class: ClassVar[type[Norm]] = LayerNorm
@@ -40,11 +40,11 @@ class GPT2Config(LlamaConfig):
         "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling", "pad_token_id"
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         heads = self.num_attention_heads
         for name, expected in zip(
-            self.fixed, (heads, self.hidden_size / heads, True, LlamaConfig.rope_theta, None, None), strict=True
+            self.fixed, (heads, self.hidden_size / heads, True, 10_000.0, None, None), strict=True
         ):
             if (got := getattr(self, name)) != expected:
                 wanted = "none" if expected is None else expected if isinstance(expected, bool) else f"{expected:g}"
