@@ -9,7 +9,7 @@ import pytest
 
 from kos import cuda
 from kos.memory.sharded import Sharded
-from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config import OPTIMIZERS
 from kos.train.config.options import TrainConfig
 from kos.train.ops.numpy_optimizer import SCALARS, LearningRate, clip_coefficient
 from kos.train.ops.parameters import Parameters
