@@ -13,9 +13,9 @@ import pytest
 from kos.testing import spawn
 from kos.train import optim
 from kos.train.config.options import TrainConfig
+from kos.train.data import Shard
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.data.tokens import Shard
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, generate

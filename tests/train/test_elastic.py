@@ -36,7 +36,7 @@ from kos.train.parallel import schedules
 from kos.train.parallel.failures import Left, Stop
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.step import Step
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.train import elastic_faults
 from tests.train.elastic_runs import RANKS, SHAPE, STEPS, config_of, ranks_of, result, text, train, unhurt

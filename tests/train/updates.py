@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config import OPTIMIZERS
 from kos.train.config.options import TrainConfig
 from kos.train.layers import Placement
 from kos.train.ops.numpy_optimizer import SCALARS, LearningRate, clip_coefficient

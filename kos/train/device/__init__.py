@@ -26,8 +26,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
-from kos.train.ops import Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch, Loss
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch

@@ -41,8 +41,7 @@ from kos.train.layers import Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
-from kos.train.ops import Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch, Loss
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.numpy_optimizer import SCALARS

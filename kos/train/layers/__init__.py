@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array
-from kos.train.ops.batch import Batch
+from kos.train.ops import Array, Batch
 from kos.train.parallel.context import ContextParallel, Masks
 from kos.train.parallel.gradients import Gradients, Weights
 from kos.train.parallel.tensor import TensorParallel
