@@ -32,14 +32,14 @@ from kos.bench import report
 from kos.commands import program
 from kos.errors import ConfigError
 from kos.launcher import launched_place
-from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.generate import Decoder, Uncached
 from kos.train.machine import limit_threads
+from kos.train.model import huggingface
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import make_whole
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import ALONE, Axis
 
 COPIED = 1 << 30  # bytes that are copied to measure the rate

@@ -71,8 +71,8 @@ def of_peft(arguments: argparse.Namespace, by_layer: bool) -> dict[str, Any]:
     import torch
     import transformers
 
-    from kos.train.checkpoint.huggingface import to_huggingface
     from kos.train.config.flags import parse
+    from kos.train.model.huggingface import to_huggingface
 
     config = parse(flags_of(arguments))
     shape = config.model_config_for(config.model.vocab_size or 256)

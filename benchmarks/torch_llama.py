@@ -21,7 +21,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.model.initial import InitialWeights, init_weights
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.data import shard_batch
 
 RECIPES = {"tensorwise", "rowwise"}  # of torchao.float8

@@ -25,7 +25,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.device.choose import layout_of
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import AXES
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from kos import cuda
 from kos.bench import report
+from tests.goldens import Goldens
 from tests.gpu_turns import turn
 from tests.run import ROOT, WITH_GPUS, WITH_MPI, costly, heed_sigint
 
@@ -145,6 +146,18 @@ def program(monkeypatch, capsys, tmp_path):
         return Ended(code, out, err, json.loads(file.read_text()) if file.exists() else None)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def goldens():
+    """The recorded results of other libraries, by the file of the tests."""
+    return cache(Goldens)
+
+
+@pytest.fixture
+def golden(goldens, request):
+    """``golden(key, reference)``: the recorded result of ``reference``; see ``tests.goldens``."""
+    return goldens(request.path)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ WITH_MPI = (
     "tests/comm/test_handlers.py",
     "tests/comm/test_long_waits.py",
     "tests/comm/test_message_failures.py",
-    "tests/comm/test_neighbours.py",
+    "tests/comm/test_neighbours.py", "tests/comm/test_store.py",
     "tests/comm/test_operations.py",
     "tests/comm/test_pretended_hosts.py",
     "tests/comm/test_programs.py",

@@ -47,8 +47,6 @@ def packages(path: Path) -> set[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SKIPPING:
             texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
             found |= {str(text).partition(".")[0] for text in texts}
-        if isinstance(node, ast.Name) and node.id == "needs_transformers":
-            found |= {"transformers", "torch"}
         if not on_gpus(node):
             left += ast.iter_child_nodes(node)
     return found
@@ -89,5 +87,5 @@ def test_named_tests_run():
 
 
 def test_packages_are_found():
-    assert packages(FILES["test_lora_peft"]) == {"transformers", "torch", "peft"}
+    assert packages(FILES["test_lora_peft"]) == {"peft"}
     assert {"numpy", "tokenizers", "torch", "transformers"} <= installed() and len([*named()]) > 60

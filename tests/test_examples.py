@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.comm.tcp_ranks import free_port
 from tests.comm.test_jobs import environment, mpirun
 from tests.forked import as_program, python
@@ -60,6 +60,7 @@ def test_each_is_short_run_by_a_test_and_named_by_the_readme():
         ("ring.py", 3, "3 ranks agree on a sum of 3,780"),
         ("halo.py", 4, "of 256.00"),
         ("service.py", 3, "rank 0: 100 clients have their answers"),
+        pytest.param("torch_store.py", 2, "rank 1: gloo met through a store of", marks=needs("torch")),
         ("mpi_program.py", 3, "rank 1: group of world ranks [0, 1], sum of halves 4.5"),
         ("own_schedule.py", 4, "refused: all_reduce/hasty on 4 ranks, 1 chunk a unit: rank 1, after the last round"),
         ("own_backend.py", 2, "rank 1: 198.0 by plain, promises broken: {}"),

@@ -233,10 +233,7 @@ def test_a_python_without_the_gil_is_refused(code):
     assert subprocess.run([sys.executable, "-c", again], timeout=60).returncode == 0
 
 
-CIRCLES = {
-    ("checkpoint", "config"), ("device", "train"), ("layers", "parallel"), ("model", "ops"), ("model", "parallel"),
-    ("ops", "parallel"), ("optim", "parallel"),
-}  # fmt: skip
+CIRCLES = {("device", "train")}
 """Folders of the trainer that import each other. No other pair may; one that no longer does leaves this list."""
 
 

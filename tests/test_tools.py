@@ -11,11 +11,12 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 
+import numpy as np
 import pytest
 
 from kos.comm.collectives import Operations
 from kos.comm.control.identity import process
-from tests import lines, stubs
+from tests import goldens, lines, stubs
 from tests import run as stages
 from tests.gpu_turns import turn
 from tests.run import ROOT, costly
@@ -32,6 +33,23 @@ def test_bounds(capsys):
         assert bound.value <= bound.most, bound
     assert "exceeded" not in printed
     print(printed)
+
+
+def test_recorded_results():
+    """A small difference is found, in numbers, names and lists, and within a large array."""
+    recorded = {"loss": 0.5, "texts": ["a", 3, None], "arrays": {"w": [1.0, 2.0]}}
+    goldens.compare({"loss": 0.5 + 1e-12, "texts": ["a", 3, None], "arrays": {"w": [1.0, 2.0]}}, recorded, 1e-9, "x")
+    for change in ({"loss": 0.5001}, {"texts": ["a", 4, None]}, {"texts": ["a", 3]}, {"arrays": {"w": [1.0, 2.1]}},
+                   {"arrays": {"v": [1.0, 2.0]}}):  # fmt: skip
+        with pytest.raises(AssertionError, match="x.*expected"):
+            goldens.compare({**recorded, **change}, recorded, 1e-9, "x")
+    array = np.random.default_rng(0).normal(size=(50, 40))
+    other = array.copy()
+    other[7, 9] += 1
+    assert goldens.distance(array, goldens.sketch(array)) < 1e-14
+    true = 1 / np.linalg.norm(array)
+    assert true / 2 < goldens.distance(other, goldens.sketch(array)) < 2 * true
+    assert sum(path.stat().st_size for path in goldens.FOLDER.iterdir() if path.is_file()) < 1_000_000
 
 
 def test_the_table_of_costly_tests_names_tests():

@@ -16,8 +16,9 @@ from kos import cuda
 from kos.bench import report
 from kos.commands import program
 from kos.files import check_writable
-from kos.train.config import PRESETS, ModelSection
+from kos.train.config import PRESETS
 from kos.train.machine import peak_flops
+from kos.train.model.shape import ModelShape
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     preset = PRESETS[arguments.preset].values
     seq_len = arguments.seq_len or preset["seq_len"]
-    zoo = Zoo(ModelSection(**preset["model"]), seq_len, getattr(torch, arguments.dtype))
+    zoo = Zoo(ModelShape(**preset["model"]), seq_len, getattr(torch, arguments.dtype))
     speed = runner.copy_speed(zoo)
     peak = peak_flops(torch.cuda.get_device_name()) if arguments.dtype == "bfloat16" else None
     print(f"{torch.cuda.get_device_name()}, {arguments.preset}, {arguments.tokens} tokens, {arguments.dtype}; "

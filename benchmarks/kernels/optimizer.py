@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernels.zoo import Case, Zoo, as_array, to_host
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import LearningRate
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import SCALARS, CudaOptimizer

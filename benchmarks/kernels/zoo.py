@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from kos.cuda.kernels import load_kernel
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.config import ModelSection
 from kos.train.device.costs import cost
+from kos.train.model.shape import ModelShape
+from kos.train.ops import Normalize
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
-from kos.train.ops.norm import Normalize
 
 DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive.cu"
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 class Zoo:
     """One model shape, on the device."""
 
-    def __init__(self, shape: ModelSection, seq_len: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, seq_len: int, dtype: torch.dtype) -> None:
         self.ops = CudaOps(0)
         self.arena = self.ops.make_arena()
         self.stream = torch.cuda.ExternalStream(int(self.ops.stream.handle))

@@ -10,6 +10,7 @@ from kos.comm.arguments import NCCLOptions, check_bool, check_nccl, check_timeou
 from kos.comm.batch import Batch
 from kos.comm.communicator import Communicator
 from kos.comm.control.bootstrap import default_rendezvous, join_rendezvous, rendezvous_of
+from kos.comm.control.store import KeyValueStore
 from kos.comm.create import BACKENDS, communicator, register_backend, register_installed, sees_gpu, versions
 from kos.comm.grid import Grid
 from kos.comm.matching import Envelope
@@ -22,8 +23,8 @@ from kos.environment import KOS_JOIN
 from kos.errors import InvalidArgument, RankLost, RendezvousError, without_own_frames
 
 __all__ = [
-    "BACKENDS", "NOBODY", "Batch", "Communicator", "Envelope", "Grid", "NCCLOptions", "PremulSum", "ReduceOp", "Work",
-    "as_completed", "init", "join", "register_backend", "wait_any",
+    "BACKENDS", "NOBODY", "Batch", "Communicator", "Envelope", "Grid", "KeyValueStore", "NCCLOptions", "PremulSum",
+    "ReduceOp", "Work", "as_completed", "init", "join", "register_backend", "wait_any",
 ]  # fmt: skip
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():  # not in kos itself, which torch imports if it is installed

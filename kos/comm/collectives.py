@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from kos.comm.arguments import (
     shard_shape,
     size_and_place,
 )
-from kos.comm.call_guards import interruptible
+from kos.comm.call_guards import check_one_thread, interruptible
 from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
 from kos.comm.operation import (
@@ -58,11 +59,11 @@ from kos.comm.operation import (
     Operation,
     Options,
 )
-from kos.comm.prepared import APART, BY_CAPTURE, Nothing, Prepared, Store, resized, without_memory
+from kos.comm.prepared import APART, BY_CAPTURE, MOST_STORED, Prepared, Store, nothing, resized, without_memory
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
-from kos.comm.work import Work
+from kos.comm.work import Work, record_start
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, InvalidArgument, KosError, ignored
+from kos.errors import BackendUnavailable, InvalidArgument, KosError, by_handler
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_owner
 from kos.memory.libraries import library_of
@@ -129,8 +130,15 @@ class Operations:
     _batch: Any
     """The open batch, which gets the calls, or None."""
     _store: Store
-    _core_calls: Any = None
-    """What describes calls to the core (``SharedMemoryTransport``, ``EagerCalls``); None without the core."""
+    _eager_calls: Any = None
+    """What describes calls on a GPU to the core (``EagerCalls``); None without the core or a GPU."""
+    _collectives: Any
+    """The numbers of the next collectives."""
+    _messages: Any
+    """The numbers of the next messages."""
+    _active: Any
+    _tracing: Any
+    recorder: Any
     _defaults: Options
     """The options of a call without keywords."""
     _closed = False
@@ -193,7 +201,7 @@ class Operations:
             work = self._cached_work(prepared, x, out, out, stream)
         except (MemoryError, OverflowError) as error:
             raise self._lacks_memory(prepared.name, error) from error
-        return NotImplemented if work is None else work.prepared.start(self, work)
+        return NotImplemented if work is None else self._start_work(work)
 
     def _resize(self, work: Work[Any], known: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Prepare the call of ``work``, which the core has begun by the Prepared of a call of another size.
@@ -228,18 +236,80 @@ class Operations:
             return None, None
         has_key = has_key and (self._batch is None or self.device is None)
         send, recv, core_call = work.held, work.array if work.prepared.has_output else None, None
-        result = work.prepared.start(self, work)
-        if has_key:
-            with ignored(Exception):  # the call itself has succeeded
-                core_call = self._core_call(work, send, recv, (*args, *options.values()), options)
+        if is_early := has_key and self.device is None:
+            core_call = self._core_call(work, send, recv, (*args, *options.values()), options)
+        result = self._start_work(work)
+        if has_key and not is_early:  # a call on a GPU is described as it was queued
+            core_call = self._core_call(work, send, recv, (*args, *options.values()), options)
         return result, core_call
+
+    def _start_work(self, work: Work[Any], begun: bool = False) -> Any:
+        """Number ``work``, record its call site, and launch it.
+
+        If the core has ``begun`` the call, it has its number and record already, and the engine has the Work; this
+        method completes it.  Returns the result, or the Work itself with ``async_op``.
+        """
+        prepared = work.prepared
+        collective, backend = prepared.collective, prepared.backend
+        if not begun:
+            if self._batch is not None:
+                return self._batch.add(work)
+            if self._closed:
+                self._check_open()
+            if prepared.launch is nothing:  # it gets no number and no record
+                backend.failures.refuse(prepared.name)
+                return work.result if prepared.blocking else work
+            if collective and self._active is not None:
+                check_one_thread(self, work)
+        if collective:
+            self._active = get_ident(), work
+        try:
+            if begun:
+                known = work.record[0]  # type: ignore[index]  # before other threads may overwrite the record
+                steps = backend.resume(work)
+                if steps is not None and known is not prepared.description and known[1] is prepared.operation:
+                    self._resize(work, known)
+            else:
+                if backend.on_gpu:
+                    backend.check_start((work,))
+                record_start(self, work)
+                if backend.failures.first is not None:
+                    work.refuse()
+                if self._tracing is None:
+                    steps = prepared.launch(work)
+                else:
+                    with self._tracing((work,), False, not prepared.blocking):
+                        steps = prepared.launch(work)
+            if steps is not None:
+                backend.engine.begin(work, steps)
+            if not prepared.blocking:
+                return work
+            if work.steps is not None or work._error is not None:
+                return work.wait()
+            work.reported = True
+            array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
+            return array if work.convert is None else work.convert(array)
+        finally:
+            if collective:
+                self._active = None
 
     def _core_call(
         self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[Any, ...] | None:
+        """``_describe``, or None after an error, which does not concern the call itself."""
+        try:
+            return self._describe(work, send, recv, arguments, options)
+        except Exception as error:
+            if by_handler(error):
+                raise
+            return None
+
+    def _describe(
+        self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
         """What the core must know of calls like ``work`` (``objects.h`` lists it), or None as in ``_start_uncached``.
 
-        ``send`` and ``recv`` are the arrays that the call read and wrote, as the caller passed them; None where this
+        ``send`` and ``recv`` are the arrays that the call reads and writes, as the caller passed them; None where this
         rank has none.
         """
         prepared, objects = work.prepared, _objects(arguments, options.get("stream"))
@@ -269,8 +339,15 @@ class Operations:
         received = 0 if o.recv is None else o.recv.count * o.recv.dtype.itemsize
         apart = not sent or not received or start + sent <= end or end + received <= start
         overlap = APART if apart else (start - end) % (1 << 64), sent, received
-        streams = [options.get("stream"), *[each.stream for each in arguments if type(each) is Array]]
-        how = self._core_calls.describe(work, x, out, overlap, streams)
+        if self._eager_calls is not None:
+            streams = [options.get("stream"), *[each.stream for each in arguments if type(each) is Array]]
+            how = self._eager_calls.describe(work, x, out, overlap, streams)
+        else:
+            starts = prepared.in_core and (prepared.blocking or prepared.backend.engine.thread is None)
+            starts = starts and (out >= 0 or not prepared.has_output)
+            starts = starts and (sent > 0 or o.send is None) and (received > 0 or o.recv is None)
+            call, puts, gets = prepared.plan if starts else (None, True, True)
+            how = call, x if puts else -1, out if gets else -1, None
         if how is None:
             return None
         call, reads, writes, guards = how
@@ -283,7 +360,9 @@ class Operations:
     def _prepare_anew(self, o: Operation) -> Prepared:
         """Have the backend for the memory of ``o`` prepare it; a barrier runs on the GPUs if a stream waits for it."""
         if NOBODY in o.message[:2]:
-            return Nothing(without_memory(o), self.backend)
+            complete = Prepared(without_memory(o), self.backend, nothing)
+            complete.work = Work
+            return complete
         first, host = o.send or o.recv, self.host
         on_gpu = o.options.on_stream if first is None else first.device is not None
         if host is None or host is self.backend or on_gpu:
@@ -313,7 +392,12 @@ class Operations:
             prepared = self._prepare_anew(o)
             prepared.description = self._group, prepared.operation
             if prepared.cacheable and not o.options.purpose:
-                self._store.add(signature, prepared, handle)
+                if len(self._store) >= MOST_STORED:
+                    del self._store[next(iter(self._store))]
+                if not prepared.capture_invariant:
+                    self._store[signature] = BY_CAPTURE
+                    signature = signature, streams.is_captured(handle)
+                self._store[signature] = prepared
         on_host = first is None or first.device is None
         if on_host:
             work: Work[Any] = prepared.work(prepared, send and send.flat, recv and recv.flat)
@@ -327,9 +411,8 @@ class Operations:
         return work
 
     def _start(self, operation: Operation) -> Any:
-        """Prepare and start a checked call.  Returns what ``Prepared.start`` returns."""
-        work = self._prepare(operation)
-        return work.prepared.start(self, work)
+        """Prepare and start a checked call.  Returns what ``_start_work`` returns."""
+        return self._start_work(self._prepare(operation))
 
     def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]:
         """All ranks' ``numbers``, as many on each, for the call ``purpose``."""
@@ -773,7 +856,7 @@ class Operations:
         on_host = self.device is not None and stream is None and async_op is False and self._batch is None
         options = self._options("barrier", on_host or async_op, timeout, AUTO, False, stream is not None)
         work = self._prepare(Operation("barrier", self.rank, options), None, stream)
-        return work.prepared.start(self, work).synchronize() if on_host else work
+        return self._start_work(work).synchronize() if on_host else work
 
     def _handle(self, stream: Any) -> int:
         """The handle of a stream that is passed without an array."""
@@ -862,10 +945,14 @@ class Operations:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, a bytearray or a memoryview, got {type(data).__name__}")
         contiguous = data if not isinstance(data, memoryview) or data.c_contiguous else bytes(data)
-        x = as_buffer(np.frombuffer(contiguous, np.uint8), "data", writable=False)
-        options = self._options("send", async_op, timeout)
+        x, options = np.frombuffer(contiguous, np.uint8), self._options("send", async_op, timeout)
         message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
-        work = self._prepare(Operation("send", self.rank, options, x, message=message))
+        if self.backend.shared is None and self._batch is None:  # one Prepared for messages of any length
+            work = self._prepare(Operation("send", self.rank, options, message=message))
+            work.send = x
+        else:
+            send = as_buffer(x, "data", writable=False)
+            work = self._prepare(Operation("send", self.rank, options, send, message=message))
         work.held = data
         return work
 
@@ -1023,6 +1110,8 @@ def _objects(arguments: Sequence[Any], stream: Any) -> list[Any] | None:
     objects = list[Any]()
     for each in arguments:
         kind = type(each)
+        if kind is bytes:
+            continue
         if kind is ndarray or (kind not in _COMPARED and _is_readable(each)):
             if len(each.shape) > _MOST_DIMENSIONS:
                 return None
@@ -1032,7 +1121,7 @@ def _objects(arguments: Sequence[Any], stream: Any) -> list[Any] | None:
                 return None
         elif kind in _COMPARED or each is stream or kind is PremulSum:
             objects.append(each)
-        elif kind is not bytes:
+        else:
             return None
     return objects
 

@@ -23,7 +23,12 @@ class Operations:
     _group: Any
     _batch: Any
     _store: Store
-    _core_calls: Any = None
+    _eager_calls: Any = None
+    _collectives: Any
+    _messages: Any
+    _active: Any
+    _tracing: Any
+    recorder: Any
     _defaults: Options
     def _check_open(self) -> None: ...
     def _lacks_memory(self, name: str, error: Exception) -> KosError: ...
@@ -33,7 +38,11 @@ class Operations:
     def _start_uncached(
         self, check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
     ) -> tuple[Any, tuple[Any, ...] | None]: ...
+    def _start_work(self, work: Work[Any], begun: bool = ...) -> Any: ...
     def _core_call(
+        self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, ...] | None: ...
+    def _describe(
         self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[Any, ...] | None: ...
     def _prepare_anew(self, o: Operation) -> Prepared: ...

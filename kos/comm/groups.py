@@ -27,6 +27,7 @@ from kos.comm.collectives import Operations
 from kos.comm.contract import CHANGES, UNMADE, Probe
 from kos.comm.control.base import ControlPlane
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
+from kos.comm.control.store import KeyValueStore
 from kos.comm.create import communicator, versions
 from kos.comm.grid import Grid, grid_sizes
 from kos.comm.operation import Operation
@@ -126,6 +127,11 @@ class Groups(Operations):
         grid = Grid(axes)
         grid.shape, grid.coordinates = sizes, tuple(map(int, place))
         return grid
+
+    @property
+    def store(self) -> KeyValueStore:
+        """The key-value store of this communicator, for control data."""
+        return KeyValueStore(self)
 
     @property
     def local_ranks(self) -> list[int]:

@@ -3,7 +3,7 @@
 KOS_NVTX=1: a range of NVTX around the launch of every operation, for Nsight Systems.
 KOS_RECORDER_TIMING=1: entries of the recorder have ``duration_ms`` for operations on a GPU, by events around them.
 
-``Prepared.start`` and ``Communicator._start_all`` launch within the context that ``tracing`` makes, if any.
+``Operations._start_work`` and ``Communicator._start_all`` launch within the context that ``tracing`` makes, if any.
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ from kos.train.device import Device
 from kos.train.folder import publish_address, take_output
 from kos.train.layers.lora import is_adapter
 from kos.train.machine import limit_threads
-from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.parallel.failures import Left, gather_json, on_every_rank
 from kos.train.parallel.mesh import Mesh
 from kos.train.step import WRITING, StepResult
+from kos.train.tools import METRICS, read_metrics
 from kos.train.tools.console import Console
-from kos.train.tools.metrics import METRICS, read_metrics
 
 JOIN_SECONDS = 30.0
 """How long the ranks wait for newcomers that have called."""

@@ -30,14 +30,14 @@ def export(source: Path, out: Path, dtype: str, merge: bool = False) -> int:
     as near, as torch does. Takes the memory of one tensor. ``merge``: write the sum of base and adapters.
     """
     from kos.train import checkpoint
-    from kos.train.checkpoint import adapter
+    from kos.train.model import peft
 
-    of_peft = adapter.is_folder(source) and not (source / checkpoint.MANIFEST).exists()
+    of_peft = peft.is_folder(source) and not (source / checkpoint.MANIFEST).exists()
     if of_peft and not merge:
         how = "--merge adds them to their base"
         raise ConfigError(f"{source}: expected a run or a checkpoint, got a folder of adapters; {how}")
     found, out = source if of_peft else checkpoint.find(source, weights_only=True).path, out.resolve()
-    if merge and not adapter.is_folder(found):
+    if merge and not peft.is_folder(found):
         raise ConfigError(f"--merge: expected a run or a folder with adapters (--lora), got {found}")
     temporary = out.with_name(f"{checkpoint.TEMPORARY}{out.name}")
     try:
@@ -64,13 +64,15 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
     ``merge``: write the weights of its base, to the names of the base's files, with its adapters added.
     """
     from kos.train.checkpoint import CONFIG, adapter, huggingface, saving
+    from kos.train.model import peft
+    from kos.train.model.huggingface import whole
 
-    path = found / CONFIG if (found / CONFIG).exists() else adapter.base_of(found) / CONFIG  # peft writes none
-    with huggingface.whole(path, "a Hugging Face config.json"):
+    path = found / CONFIG if (found / CONFIG).exists() else peft.base_of(found) / CONFIG  # peft writes none
+    with whole(path, "a Hugging Face config.json"):
         settings = dict(json.loads(path.read_text(encoding="utf-8")))
     saving.write_json(folder / CONFIG, settings | dict.fromkeys(("dtype", "torch_dtype"), dtype))
-    if adapter.is_folder(found) and not merge:
-        shapes = adapter.shapes_of(model := adapter.model_of(found))
+    if peft.is_folder(found) and not merge:
+        shapes = adapter.shapes_of(model := peft.model_of(found))
         weights: Any = adapter.files_of(found, model)
     else:
         model, weights = adapter.whole_model(found)
@@ -83,7 +85,7 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
         weight_map = {each: name for name, held in by_file.items() for each in held}
         index = {"metadata": {"total_size": size * parameters}, "weight_map": weight_map}
         saving.write_json(folder / huggingface.INDEX, index)
-    left_out = {CONFIG, huggingface.INDEX} | ({adapter.CONFIG} if merge else set())
+    left_out = {CONFIG, huggingface.INDEX} | ({peft.CONFIG} if merge else set())
     for name, of in _other_files(found).items():
         if name not in left_out and not name.endswith(".safetensors"):
             shutil.copyfile(of / name, folder / name)
@@ -94,11 +96,12 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
 def _other_files(found: Path) -> dict[str, Path]:
     """The names of the files beside the weights, each with its folder: of a folder of peft, or of its base."""
     from kos.train.checkpoint import MANIFEST, adapter, read_extra
+    from kos.train.model import peft
     from kos.train.trained import GENERATION
 
     if (found / MANIFEST).exists():
         return dict.fromkeys(json.loads((found / MANIFEST).read_text(encoding="utf-8"))["files"], found)
-    home, base = Path(adapter.tokenizer_folder(str(found)) or found), adapter.base_of(found)
+    home, base = Path(adapter.tokenizer_folder(str(found)) or found), peft.base_of(found)
     return dict.fromkeys([GENERATION] * (base / GENERATION).is_file(), base) | dict.fromkeys(read_extra(home), home)
 
 

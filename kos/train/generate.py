@@ -17,12 +17,12 @@ import numpy as np
 
 from kos.errors import InvalidArgument, TrainingError
 from kos.train.data.tokenizers import Tokenizer
-from kos.train.layers import Weights
 from kos.train.layers.attention import make_cache
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, join_parts, make_whole
 from kos.train.ops.fp8 import MULTIPLE, Fp8Ops
 from kos.train.ops.linear import FewRows, LinearOps
+from kos.train.parallel.gradients import Weights
 from kos.train.parallel.mesh import ALONE, Axis
 
 CONTEXT = 8  # new tokens are decoded after the last tokens of the prompt, since a word's space depends on what precedes

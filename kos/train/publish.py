@@ -19,8 +19,8 @@ from kos.train.config.options import TrainConfig
 from kos.train.device import Device
 from kos.train.layers import Placement as Place
 from kos.train.layers.lora import A, B, is_adapter
-from kos.train.model.gpt2 import TRANSPOSED
-from kos.train.model.parameters import Parameters
+from kos.train.model.families import TRANSPOSED
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.failures import alone
 from kos.train.parallel.mesh import Axis
 from kos.transfer.exchange import listen, parse

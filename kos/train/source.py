@@ -20,6 +20,9 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.own import own_data
 from kos.train.folder import check_free, check_unlocked, read_kept_files
+from kos.train.model import peft
+from kos.train.model.families import resolve
+from kos.train.model.huggingface import read_config
 from kos.train.parallel.failures import PATIENCE, Left, Stopped, alone, gather_json, together
 from kos.train.tools import trackers
 
@@ -54,7 +57,7 @@ def find_source(run: Any) -> Source:
     if run.found is None:
         check_free(run, 0, -1)
         if config.init_from is not None:
-            huggingface.check_weights(base := adapter.base_of(Path(config.init_from)))
+            huggingface.check_weights(base := peft.base_of(Path(config.init_from)))
             for folder in {Path(config.init_from): None, base: None}:
                 checkpoint.compare_weights(folder, run.console.progress)
         return Source(config.init_from)
@@ -63,8 +66,8 @@ def find_source(run: Any) -> Source:
     check_free(run, step, saved_step)
     resume.check_optimizer(run.found, config)
     resume.check_order(run.found, config)
-    theirs = huggingface.read_config(path)
-    resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
+    theirs = read_config(path)
+    resume.check_model(path, theirs, resolve(config.model, theirs.vocab_size, config.seq_len))
     updates = resume.warn_of_updates(run.found) if updates is None else updates
     return Source(str(path), step, saved_step, True, resume.data_settings(run.found.config), updates)
 
@@ -83,7 +86,7 @@ def check_source(run: Any) -> None:
         resume.check_frozen(run.found, run.config, run.model_config)
         resume.warn_of_changes(run.found, run.config, run.description)
     of_model = source if run.base is None else Path(run.base["path"])
-    resume.check_model(of_model, huggingface.read_config(of_model), run.model_config.base)
+    resume.check_model(of_model, read_config(of_model), run.model_config.base)
     if run.found is not None:
         warn_of_residuals(source, _residuals(run, source), run.config, run.mesh.replicas.size)
 
@@ -96,7 +99,7 @@ def load_weights(run: Any) -> None:
         if run.source is None:
             return run.device.draw_weights()
         path, model = Path(run.source), run.model_config
-        if run.base is not None and not adapter.is_folder(path):
+        if run.base is not None and not peft.is_folder(path):
             return run.device.draw_weights(run.base_weights())
         shapes, kept = model.parameter_shapes(), run.config.state_of(model)
         if not path.is_dir():

@@ -26,17 +26,15 @@ from kos.comm.reduction import ReduceOp
 from kos.dtypes import DTYPES
 from kos.train.config.options import TrainConfig
 from kos.train.data.own import EndOfBatches
-from kos.train.layers import LOOKUPS, Weights
 from kos.train.layers.attention import Cache
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
-from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.ops import Array, Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Array, Batch, Loss
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
+from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Optimizer
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
-from kos.train.parallel.gradients import GradientSums
+from kos.train.parallel.gradients import LOOKUPS, GradientSums, Weights
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action

@@ -24,11 +24,12 @@ from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.documents import Document
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.generate import Decoder, Sampling, continue_texts, prompt_ids
+from kos.train.model import peft
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import make_whole
-from kos.train.model.parameters import Parameters
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.failures import same_on_all, together
 from kos.train.parallel.mesh import ALONE, Axis
 
@@ -257,7 +258,7 @@ def _load(folder: str | os.PathLike[str], device: str, tp: Axis) -> TrainedModel
     weights = Parameters(config.parameter_shapes(part), dtype, config.fused_groups(part), ops.zeros)
     for name, place in config.placements(part).items():
         ops.copy(np.ascontiguousarray(source.read(name, place.rows(0, place.local[0])), dtype), weights[name])
-    generates = path if (path / GENERATION).is_file() else adapter.base_of(path)
+    generates = path if (path / GENERATION).is_file() else peft.base_of(path)
     path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
     return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(generates, tokenizer), ops=ops, tp=tp)

@@ -110,7 +110,7 @@ def test_a_failed_assertion_is_shown_as_pytest_shows_it(pytester_or_path):
             torch_ranks(lambda: pytest.skip("not here"))
     """)
     assert "assert [3.0, 3.0] == [3.0, 4.0]" in found and "raised on rank 2 of 3" in found
-    assert re.search(r"test_it\.py:\d+: AssertionError", found) and "kos/testing" not in found.partition("short test")[0]
+    assert re.search(r"test_it\.py:\d+: AssertionError", found) and "kos/testing" not in found
     assert "1 failed, 1 skipped" in found
 
 
@@ -159,7 +159,8 @@ def test_the_deadline_ends_all_processes_and_names_the_lines():
 
 def test_an_interrupt_ends_all_processes():
     def program(rank):
-        os.kill(parent, signal.SIGUSR1)
+        if rank == 0:
+            os.kill(parent, signal.SIGUSR1)
         while True:
             time.sleep(0.1)
 

@@ -9,7 +9,7 @@ from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from kos.train.device.choose import make_device
 from kos.train.model.initial import init_weights
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
 
 SETTINGS = """

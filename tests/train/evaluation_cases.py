@@ -1,6 +1,5 @@
 """Checkpoints and questions for tests of evaluation: the same numbers on every machine."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from kos.train.checkpoint import huggingface, saving
+from kos.train.data import HEADER_BYTES
 from kos.train.data.tokenizers import ByteTokenizer, Tokenizer
-from kos.train.data.tokens import HEADER_BYTES
 from kos.train.model.families import FAMILIES
+from kos.train.model.huggingface import to_huggingface
 from kos.train.model.llama import LlamaConfig
 from tests.train.models import small
 
@@ -21,7 +21,7 @@ def write_model(folder: Path, tokenizer: Tokenizer | None = None, family: str = 
     """A Hugging Face folder with weights from a fixed seed, so large that likelihoods differ much."""
     tokenizer = tokenizer or ByteTokenizer()
     shape = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64}
-    settings = dataclasses.asdict(small(**{**shape, "vocab_size": tokenizer.vocab_size, **changes}))
+    settings = dict(small(**{**shape, "vocab_size": tokenizer.vocab_size, **changes}))
     config = FAMILIES[family](**settings)
     rng, shapes = np.random.default_rng(7), config.parameter_shapes()
     weights = {name: rng.normal(len(shape) == 1, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
@@ -29,7 +29,7 @@ def write_model(folder: Path, tokenizer: Tokenizer | None = None, family: str = 
     saved = {name: huggingface.shape_as_saved(name, shape) for name, shape in shapes.items()}
     tensors = (huggingface.as_saved(name, array) for name, array in weights.items())
     saving.write_tensors(folder / "model.safetensors", saved, tensors, "float32")
-    about = huggingface.to_huggingface(config) | {"bos_token_id": None, "eos_token_id": None}
+    about = to_huggingface(config) | {"bos_token_id": None, "eos_token_id": None}
     for name, content in {"config.json": about, **tokenizer.files()}.items():
         (folder / name).write_text(json.dumps(content))
     return config

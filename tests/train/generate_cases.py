@@ -1,14 +1,13 @@
 """What tests of generation on a GPU and on an emulated one share: operations of the cache, and whole models."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
 from kos.train.generate import Decoder
-from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import ALONE, Axis
 from tests.train.generation import CASES, PROMPTS, random_weights
 
@@ -96,7 +95,7 @@ def logits_of(
 
 def check_model(ops: Any, name: str, dtype: Any, bound: float, steps: int = 3) -> None:
     """Logits of prompts and steps are the CPU's within ``bound``, of the largest; in any batch they are the same."""
-    config = dataclasses.replace(CASES[name], num_hidden_layers=2, layer_types=CASES[name].layer_types[:2],
+    config = CASES[name].replace(num_hidden_layers=2, layer_types=CASES[name].layer_types[:2],
                                  no_rope_layers=CASES[name].no_rope_layers[:2])  # fmt: skip
     weights = random_weights(config)
     if dtype != np.float32:

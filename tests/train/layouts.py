@@ -13,16 +13,16 @@ import pytest
 from kos.testing import spawn
 from kos.train import optim
 from kos.train.config.options import TrainConfig
+from kos.train.data import Shard
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.data.tokens import Shard
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, generate
 from kos.train.model import model as model_module
 from kos.train.model.initial import init_weights
-from kos.train.model.parameters import Parameters
 from kos.train.ops.fp8 import Quantized
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.models import InMemory, part_of
 

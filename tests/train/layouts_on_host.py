@@ -15,14 +15,14 @@ from kos.memory import array as array_module
 from kos.memory.arena import ALIGNMENT
 from kos.testing import spawn
 from kos.train import optim
-from kos.train.config.optimizers import not_of
+from kos.train.config import not_of
 from kos.train.device import cuda as engine_module
 from kos.train.device import dry_run, memory_plan
 from kos.train.device.cuda import CudaDevice
 from kos.train.model.initial import init_weights
-from kos.train.model.parameters import Parameters
-from kos.train.ops import fixed_order
 from kos.train.ops.cuda import cublaslt
+from kos.train.ops.parameters import Parameters
+from kos.train.parallel import fixed_order
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.engine import host_engine, on_host

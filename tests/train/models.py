@@ -1,19 +1,22 @@
 """The small LLaMA that tests have in common."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from kos.train.checkpoint.huggingface import as_saved, weight_files
-from kos.train.layers import Gradients
+from kos.train.model.huggingface import to_huggingface
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
 from kos.train.model.shape import RopeScaling
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
+from kos.train.parallel.gradients import Gradients
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 
@@ -38,6 +41,11 @@ class InMemory:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         return self._tensors[name][index]
+
+
+def sizes(*values: int) -> dict[str, int]:
+    """The first sizes of a model, by name."""
+    return dict(zip([name for name in LlamaConfig.model_fields if name != "model_type"], values, strict=False))
 
 
 def small(**changes: Any) -> LlamaConfig:
@@ -101,6 +109,13 @@ def loss_and_gradients(model: Model, weights: Any, tokens: Any, targets: Any, gr
 def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The weights as transformers has them."""
     return {name: np.ascontiguousarray(as_saved(name, array)) for name, array in weights.items()}
+
+
+def save_model(folder: Path, config: LlamaConfig, weights: Mapping[str, np.ndarray]) -> None:
+    """A folder of Hugging Face with these weights, in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors_of(weights), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(to_huggingface(config)))
 
 
 def random_weights(

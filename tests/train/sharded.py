@@ -14,8 +14,8 @@ from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.state import ShardedState
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model.llama import LlamaConfig, Stages
-from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel.data import DataParallel

@@ -1,19 +1,22 @@
 """Where the turns of chats begin and end, and what of their content is lost, if generation prompts write thinking."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kos.errors import DataError
 from kos.train.data.chat import ChatTemplate
 from kos.train.tokenize import tokenize
+from tests.goldens import shortened
 from tests.train.chat_templates import THINKING as OF_LAST
 from tests.train.chat_templates import bare
+from tests.train.of_transformers import transformers
 from tests.train.refusal import refused
 from tests.train.test_chats import USER, calling, folder_of
 from tests.train.test_loss_masks import read, write_lines
 
-pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+jinja2 = pytest.importorskip("jinja2", reason="needs the extra 'chat'")
 
 LOOP = "{% for m in messages %}{% if m.role == 'assistant' %}HEADER{% generation %}TURN{% endgeneration %}{% else %}"
 LOOP += "<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}HEADER"
@@ -46,39 +49,50 @@ def without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-@pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_turn_begins_where_the_prompt_ends_that_inference_has(tmp_path, form, marked):
+def test_a_turn_begins_where_the_prompt_ends_that_inference_has(tmp_path, form, golden):
     """Whatever its first characters are.  Without such a prefix, it begins after the header, and this is said."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    source = source_of(form)
-    folder = folder_of(tmp_path, source)
-    theirs, text = transformers.AutoTokenizer.from_pretrained(folder), {"tokenize": False}
-    template = ChatTemplate(source if marked else bare(source), {}, tmp_path)
-    header, turn, _ = FORMS[form]
+    source, (header, turn, prompt) = source_of(form), FORMS[form]
+    asked, texts = list[tuple[Any, dict[str, bool]]](), list[str]()
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(bare(source))
+
+    def render(chat: Any, **options: bool) -> str:
+        asked.append((chat, options))
+        texts.append(plain.render(messages=chat, **options))
+        return texts[-1]
+
     for first, second in zip(CONTENTS * 2, [*CONTENTS[3:], *CONTENTS[:3], *reversed(CONTENTS)], strict=True):
         chat = [USER, {"role": "assistant", "content": first}, USER, {"role": "assistant", "content": second}]
         if "reasoning" in turn:
             chat[1]["reasoning_content"], chat[3]["reasoning_content"] = second, first
-        whole, done, expected, lacking, lost = theirs.apply_chat_template(chat, **text), 0, [], [], 0
-        for number in (1, 3):
-            asked = theirs.apply_chat_template(chat[:number], add_generation_prompt=True, **text)
-            stop = len(theirs.apply_chat_template(chat[: number + 1], **text))
-            after = len(theirs.apply_chat_template(chat[:number], **text)) + len(header)
-            known = whole.startswith(asked)
-            start = len(asked) if known and not marked else after
-            expected += [(whole[done:start], False), (whole[start:stop], True)]
-            lacking += [] if known else [asked[len(asked) - len(FORMS[form][2]):]]
-            kept = without_spaces(whole[done:stop])
-            fields = [chat[number]["content"], chat[number].get("reasoning_content", "")]
-            lost += not all(without_spaces(field) in kept for field in fields)
-            done = stop
-        (parts,) = template.documents({}, chat, "here", allow_lost=True)
-        assert [*parts] == [*expected, (whole[done:], False)], chat
-        assert [*parts.lacking] == lacking and parts.lost == lost, chat
-        if lost and "reasoning" not in turn:
-            with refused(DataError, "here: expected a chat template that writes the whole content", "message "):
-                template.documents({}, chat, "here")
+        whole = render(chat)
+        for marked in (True, False):
+            template = ChatTemplate(source if marked else bare(source), {}, tmp_path)
+            done, expected, lacking, lost = 0, [], [], 0
+            for number in (1, 3):
+                begun = render(chat[:number], add_generation_prompt=True)
+                stop = len(render(chat[: number + 1]))
+                after = len(render(chat[:number])) + len(header)
+                known = whole.startswith(begun)
+                start = len(begun) if known and not marked else after
+                expected += [(whole[done:start], False), (whole[start:stop], True)]
+                lacking += [] if known else [begun[len(begun) - len(prompt) :]]
+                kept = without_spaces(whole[done:stop])
+                fields = [chat[number]["content"], chat[number].get("reasoning_content", "")]
+                lost += not all(without_spaces(field) in kept for field in fields)
+                done = stop
+            (parts,) = template.documents({}, chat, "here", allow_lost=True)
+            assert [*parts] == [*expected, (whole[done:], False)], chat
+            assert [*parts.lacking] == lacking and parts.lost == lost, chat
+            if lost and "reasoning" not in turn:
+                with refused(DataError, "here: expected a chat template that writes the whole content", "message "):
+                    template.documents({}, chat, "here")
+
+    def by_transformers() -> Any:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder_of(tmp_path, source))
+        return shortened([theirs.apply_chat_template(chat, tokenize=False, **options) for chat, options in asked])
+
+    assert golden(form, by_transformers) == shortened(texts)
 
 
 REASONED = {"role": "assistant", "content": "<think>\ntwo and two is four\n</think>\n\n4"}

@@ -1,4 +1,4 @@
-"""Chats with calls of tools: which tokens count, beside transformers' marks, and what is refused."""
+"""Chats with calls of tools: which tokens count, beside transformers' recorded marks, and what is refused."""
 
 import json
 import re
@@ -11,10 +11,11 @@ import pytest
 
 from kos.errors import DataError
 from kos.train.config.flags import parse
+from kos.train.data import Tokens
 from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate, read_chat_template
-from kos.train.data.tokens import Tokens
 from tests.train.chat_templates import CHATML, GEMMA, LLAMA, MISTRAL, MISTRAL_LAST, QWEN, SPECIAL, THINKING, bare
+from tests.train.of_transformers import transformers
 from tests.train.refusal import refused
 from tests.train.test_loss_masks import CHATML as NO_TOOLS
 from tests.train.test_loss_masks import data_text, read, write_lines
@@ -72,13 +73,21 @@ def folder_of(tmp_path: Path, template: str) -> Path:
     return folder
 
 
-def marked_by_transformers(folder: Path, chat: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[bool]]:
+@pytest.fixture
+def marked_by_transformers(golden, request):
     """The tokens of a chat, and which of them its template marks."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    marked = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        chat, return_dict=True, return_assistant_tokens_mask=True, tokenize=True, **options
-    )
-    return marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
+
+    def of(folder: Path, chat: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[bool]]:
+        def mark() -> list[list[int]]:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            how = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenize": True}
+            marked = tokenizer.apply_chat_template(chat, **how, **options)
+            return [[*marked["input_ids"]], [*marked["assistant_masks"]]]
+
+        tokens, marks = golden(request.node.name, mark)
+        return tokens, [bool(mark) for mark in marks]
+
+    return of
 
 
 def counted_in(tmp_path: Path, folder: Path, lines: list[dict[str, Any]], *flags: str) -> tuple[list[int], list[bool]]:
@@ -94,7 +103,7 @@ def texts_that_count(tmp_path: Path, folder: Path, lines: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("template", [IGNORES, BOTH, CHANGES, REASONING], ids=["ignores", "both", "changes", "reasons"])
 @pytest.mark.parametrize("chat", CHATS)
-def test_turns_are_those_that_transformers_marks(tmp_path, chat, template):
+def test_turns_are_those_that_transformers_marks(tmp_path, chat, template, marked_by_transformers):
     folder, messages = folder_of(tmp_path, template), [dict(message) for message in CHATS[chat]]
     if template == REASONING:
         messages = [{**each, "reasoning": "hm"} if each["role"] == "assistant" else each for each in messages]
@@ -126,7 +135,7 @@ USED = {
 
 
 @pytest.mark.parametrize(("name", "chat"), [(name, chat) for name, (_, chats) in TEMPLATES.items() for chat in chats])
-def test_templates_in_use(tmp_path, name, chat):
+def test_templates_in_use(tmp_path, name, chat, marked_by_transformers):
     """By the marks of the template, and the same without them: by what the text of each message adds."""
     template, options = TEMPLATES[name][0], {"tools": TOOLS} if chat == "tools" else {}
     folder, line = folder_of(tmp_path, template), {"messages": USED[chat], **options}
@@ -137,7 +146,7 @@ def test_templates_in_use(tmp_path, name, chat):
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_template_that_drops_the_thinking_of_earlier_turns(tmp_path, marked):
+def test_a_template_that_drops_the_thinking_of_earlier_turns(tmp_path, marked, marked_by_transformers):
     """Without marks it is refused, and the way out is named: a text for each answer, which has its thinking."""
     thinking = {"role": "assistant", "content": "four", "reasoning_content": "two and two"}
     chat = [USER, thinking, USER, {**thinking, "content": "yes", "reasoning_content": "four"}]
@@ -296,7 +305,7 @@ def test_content_that_may_end_in_two_places(tmp_path):
     assert (first, turn) == (("hi\n", False), ("\nanswer\n", True))
 
 
-def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path):
+def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path, marked_by_transformers):
     """As in transformers: whether the answer begins in it or ends in it."""
     folder = folder_of(tmp_path, BOTH.replace("<|end|>{% endgeneration %}", "{% endgeneration %}ay?"))
     chat = [USER, {"role": "assistant", "content": "no rain tod"}] * 2

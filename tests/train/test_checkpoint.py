@@ -1,6 +1,5 @@
 """Checkpoints come back whole, or are refused; nothing in between."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -136,7 +135,7 @@ def test_another_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="got none named 'extra'$"):
         huggingface.weight_files(found.path, {**MODEL.parameter_shapes(), "extra": (1,)})
     for layers in (MODEL.num_hidden_layers - 1, MODEL.num_hidden_layers + 1):
-        shapes = dataclasses.replace(MODEL, num_hidden_layers=layers).parameter_shapes()
+        shapes = MODEL.replace(num_hidden_layers=layers).parameter_shapes()
         with pytest.raises(CheckpointError, match=r"'model\.layers\..* \(check num_hidden_layers of config\.json\)$"):
             huggingface.weight_files(found.path, shapes)
     with pytest.raises(CheckpointError, match="expected the tensors of this model, got an unknown 'model"):

@@ -24,7 +24,7 @@ from kos.train.checkpoint.state import WritePlan
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model.initial import InitialWeights, init_weights
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel.mesh import Layout
 from tests.train.models import small

@@ -19,7 +19,7 @@ from kos.testing import spawn
 from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.trainer import Trainer

@@ -1,18 +1,16 @@
 """Presets, files and flags: which wins, what is derived, and what is refused in one line."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.checkpoint.huggingface import to_huggingface
 from kos.train.config import PRESETS
 from kos.train.config.flags import parse, without_effect
 from kos.train.config.options import KEYS, TrainConfig
-from kos.train.model.families import FAMILIES
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import FAMILIES, GPT2Config
+from kos.train.model.huggingface import to_huggingface
 from kos.train.model.llama import LlamaConfig
 from tests.train.models import SCALING, small
 from tests.train.refusal import refused
@@ -270,9 +268,9 @@ def test_init_from_brings_the_models_shape(tmp_path):
     file = write(tmp_path / "run.json", json.dumps(agreeing))
     context = ["--seq-len", "600", "--max-position-embeddings", "700", "--initializer-range", "0.1"]
     mine = parse(["--config", file, "--hidden-size", "24", *context]).model_config_for(256)
-    assert mine == dataclasses.replace(llama, max_position_embeddings=700, initializer_range=0.1)
+    assert mine == llama.replace(max_position_embeddings=700, initializer_range=0.1)
     shape = {"num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 77}
-    gpt2 = GPT2Config(**vars(small(**shape)))
+    gpt2 = GPT2Config(**dict(small(**shape)))
     folder = _folder(tmp_path / "gpt2", gpt2)
     for preset in PRESETS:
         assert parse(["--preset", preset, "--init-from", folder, "--seq-len", "9"]).model_config_for(9) == gpt2

@@ -8,8 +8,8 @@ import pytest
 
 from kos.errors import ConfigError
 from kos.train.device.cpu import CpuDevice
-from kos.train.ops.fixed_order import Split, most_parts
 from kos.train.ops.numpy_optimizer import CHUNKS, exact_squares
+from kos.train.parallel.fixed_order import Split, most_parts
 from kos.train.parallel.mesh import Layout
 from tests.train.layouts import BITS, train
 

@@ -29,14 +29,14 @@ from kos.train import checkpoint, report
 from kos.train.device import Device
 from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.folder import ADDRESS
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel import schedules
 from kos.train.parallel.failures import Left, Stop
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.step import Step
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.train import elastic_faults
 from tests.train.elastic_runs import RANKS, SHAPE, STEPS, config_of, ranks_of, result, text, train, unhurt

@@ -1,18 +1,18 @@
-"""The accuracies of ``kos eval`` are those of lm-evaluation-harness, on the same model and questions."""
+"""The accuracies of ``kos eval`` are those of lm-evaluation-harness, and its losses those of transformers.
+
+Both are recorded (``tests.goldens``), for the model and the questions of ``evaluation_cases``.
+"""
 
 import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.packages import Package, needs
-from tests.train.evaluation_cases import FORMS, write_model, write_questions
+from tests.packages import Package
+from tests.train.evaluation_cases import FORMS, questions, write_model, write_questions
 from tests.train.of_transformers import torch, transformers
-from tests.train.test_evaluate import ACCURACIES, rows_of
+from tests.train.test_evaluate import ACCURACIES, LOSSES, check, rows_of
 
-pytestmark = needs("lm_eval", "transformers", "torch")
 harness, library, managers = Package("lm_eval"), Package("lm_eval.api.model"), Package("lm_eval.tasks")
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -65,18 +65,39 @@ def write_task(folder: Path, form: str) -> None:
     (folder / f"{form}.yaml").write_text(json.dumps(task | {"dataset_kwargs": {"data_files": files}}))
 
 
-def test_accuracies_are_those_of_the_harness(tmp_path, monkeypatch):
-    """Also those that the other tests expect, which were recorded with this version."""
+def of_the_harness(folder: Path) -> dict[str, list[float]]:
+    """acc and acc_norm of each form."""
+    for form in FORMS:
+        write_task(folder, form)
+    manager = managers.TaskManager(include_path=str(folder), include_defaults=False)
+    names = [f"kos_{form}" for form in FORMS]
+    found = harness.simple_evaluate(model_of(folder / "model"), tasks=names, task_manager=manager, bootstrap_iters=0)
+    return {form: [found["results"][f"kos_{form}"][f"{name},none"] for name in ("acc", "acc_norm")] for form in FORMS}
+
+
+def test_accuracies_are_those_of_the_harness(tmp_path, monkeypatch, golden):
+    """Also those that the other tests expect."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     write_model(tmp_path / "model")
+    theirs = golden("accuracies", lambda: of_the_harness(tmp_path))
+    assert theirs == {form: [each / 24 for each in ACCURACIES[form]] for form in FORMS}
     for form in FORMS:
-        write_task(tmp_path, form)
-    manager = managers.TaskManager(include_path=str(tmp_path), include_defaults=False)
-    names = [f"kos_{form}" for form in FORMS]
-    found = harness.simple_evaluate(model_of(tmp_path / "model"), tasks=names, task_manager=manager, bootstrap_iters=0)
-    rows = rows_of(tmp_path, data=())
-    for form, row in zip(FORMS, rows, strict=True):
-        theirs = [found["results"][f"kos_{form}"][f"{name},none"] for name in ("acc", "acc_norm")]
-        assert [row["acc"], row["acc_norm"]] == pytest.approx(theirs), form
-        assert [round(24 * each) for each in theirs] == [*ACCURACIES[form]], form
+        write_questions(tmp_path / f"{form}.jsonl", form)
+    (tmp_path / "text.txt").write_text(text := " ".join(each["ctx"] for each in questions()))
+    losses = golden("losses", lambda: {str(length): loss_of(tmp_path / "model", text, length) for length in LOSSES})
+    for length, loss in LOSSES.items():
+        assert abs(losses[str(length)] - loss) < 1e-9
+    check(rows_of(tmp_path))
+
+
+def loss_of(folder: Path, text: str, length: int) -> float:
+    """The mean over all tokens but the first, each in its window of ``length`` tokens, in float64."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    ids, losses = torch.tensor(list(text.encode())), list[float]()
+    for begin in range(0, len(ids) - 1, length):
+        window = ids[begin : begin + length + 1]
+        with torch.no_grad():
+            odds = model(window[None, :-1]).logits[0].log_softmax(-1)
+        losses += (-odds[range(len(window) - 1), window[1:]]).tolist()
+    return sum(losses) / len(losses)

@@ -1,52 +1,56 @@
 """Families of models beside transformers: settings, logits, gradients and steps of AdamW.
 
-Theirs runs in float64, its norms, softmax and positions too, where what differs from ours is seen; with masks of
-documents and windows written out.
+The results of transformers are recorded (``tests.goldens``).  Theirs runs in float64, where what differs from ours is
+seen; with masks of documents and windows written out.
 """
 
-import dataclasses
-import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import checkpoint
-from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model import huggingface
+from kos.train.model.families import (
+    FAMILIES,
+    GPT2Config,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
 from kos.train.model.shape import RopeScaling
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
-from tests.packages import Package
+from tests.goldens import distance, sketch
 from tests.train.layouts import Precise, make_data
 from tests.train.masks import visible
-from tests.train.models import loss_and_gradients, random_weights, read_weights, tensors_of
-from tests.train.of_transformers import needs_transformers, theirs_of, torch, transformers
+from tests.train.models import loss_and_gradients, random_weights, read_weights, save_model, tensors_of
+from tests.train.of_transformers import precise, torch, transformers
 from tests.train.refusal import refused
-
-pytestmark = needs_transformers
-rope_utils = Package("transformers.modeling_rope_utils")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = "model.safetensors"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -89,44 +93,10 @@ CASES: dict[str, LlamaConfig] = {
         attention_bias=True, mlp_bias=True,
     ),
     "gpt2": of(GPT2Config, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-3, tie_word_embeddings=True),
-    **{f"{family.model_type}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
+    **{f"{family.kind}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
        for pad, family in zip(PADS, sorted({*FAMILIES.values()} - {GPT2Config}, key=str), strict=True)},
 }  # fmt: skip
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
-
-
-class Rotary:
-    """Their rotary embedding, with frequencies and angles in float64; theirs are float32."""
-
-    def __init__(self, config: Any) -> None:
-        kind = config.rope_parameters["rope_type"]
-        if kind == "default":
-            half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-            self.frequencies, self.length = config.rope_parameters["rope_theta"] ** -half, 1.0
-        else:
-            with mock.patch("torch.float", torch.float64):
-                self.frequencies, self.length = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-            assert self.frequencies.dtype == torch.float64
-
-    def __call__(self, x: Any, position_ids: Any = None, **_: Any) -> Any:
-        angles = position_ids[..., None].double() * self.frequencies.repeat(2)
-        return (angles.cos() * self.length).to(x.dtype), (angles.sin() * self.length).to(x.dtype)
-
-
-def rms_norm(theirs: Any, x: Any) -> Any:
-    """Theirs computes it in float32."""
-    return torch.nn.functional.rms_norm(x, theirs.weight.shape, theirs.weight, theirs.variance_epsilon)
-
-
-def precise(config: LlamaConfig, weights: Any, dtype: str = "float64") -> Any:
-    """transformers' model with these weights, whose rotary positions and norms have the dtype of all else."""
-    model = theirs_of(config, weights, dtype)
-    if config.model_type != "gpt2":  # whose positions are learned
-        model.model.rotary_emb.forward = Rotary(model.config)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(rms_norm, module)
-    return model
 
 
 def their_logits(config: LlamaConfig, theirs: Any, batch: Batch) -> Any:
@@ -165,26 +135,33 @@ def biases_of_no_effect(config: LlamaConfig) -> set[str]:
     return {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in without}
 
 
-def assert_near(got: np.ndarray, expected: np.ndarray, limit: float, name: str, size: float | None = None) -> None:
-    """``size``: the norm of which the error is a part; by default that of what is expected."""
-    size = max(float(np.linalg.norm(expected)), 1e-3) if size is None else size
-    error = np.linalg.norm(got.astype(np.float64) - expected) / size
+def assert_near(got: np.ndarray, expected: list[float], limit: float, name: str) -> None:
+    """``expected``: a sketch."""
+    error = distance(got, expected)
     assert error < limit, f"{name}: {error:.2e}, expected at most {limit:.0e}"
+
+
+def their_results(config: LlamaConfig, start: Parameters, batch: Batch) -> dict[str, Any]:
+    """Their loss, and sketches of the logits and of the gradients."""
+    theirs = precise(config, start)
+    loss = their_loss(config, theirs, batch)
+    loss.backward()
+    logits = their_logits(config, theirs, batch).detach().flatten(0, 1).numpy()
+    gradients = {name: sketch(weight.grad.numpy()) for name, weight in theirs.named_parameters()
+                 if name not in biases_of_no_effect(config)}  # fmt: skip
+    return {"loss": loss.item(), "logits": sketch(logits), "gradients": gradients}
 
 
 @pytest.mark.parametrize(("name", "documents"), [
     *((name, True) for name in CASES), *((name, False) for name in ("llama", "qwen2, windows", "smollm3, all", "gpt2")),
 ])  # fmt: skip
-def test_logits_loss_and_gradients(name, documents, rng, request):
+def test_logits_loss_and_gradients(name, documents, request, golden):
     """In float32 within 1e-6 and 1e-5 of float64; in float64 but for rounding.  Documents are cut into small blocks."""
-    config = CASES[name]
+    config, rng = CASES[name], np.random.default_rng(5)
     if documents:
         request.getfixturevalue("small_blocks")
     start, batch = random_weights(config, rng, np.float64), random_batch(config, rng, documents)
-    theirs = precise(config, start)
-    expected = their_loss(config, theirs, batch)
-    expected.backward()
-    logits = their_logits(config, theirs, batch).detach().flatten(0, 1).numpy()
+    expected = golden(f"{name}, {documents=}", lambda: their_results(config, start, batch))
     every = [(np.float64, 1e-12, 1e-12, how) for how in (("none", "norms", "block") if documents else ("none",))]
     for dtype, near, near_gradients, recompute in [(np.float32, 1e-6, 1e-5, "none"), *every]:
         weights = random_weights(config, rng, dtype)
@@ -194,19 +171,21 @@ def test_logits_loss_and_gradients(name, documents, rng, request):
         with numpy_ops.step(model.arena):
             model.forward(weights, flight := InFlight(model.arena), batch, saves=False)
             out = model.logits_of(weights, flight, slice(0, batch.tokens.size))
-        assert_near(out, logits, near, "logits")
+        assert_near(out, expected["logits"], near, "logits")
         finished = []
         how = {"accumulate": False, "on_gradient": finished.append}
         loss = loss_and_gradients(model, weights, batch, None, gradients, **how)
-        assert loss == pytest.approx(expected.item(), rel=near)
+        assert loss == pytest.approx(expected["loss"], rel=near)
         groups = config.fused_groups()
         assert [part for each in finished for part in groups.get(each, (each,))] == list(config.parameter_shapes())
         found = tensors_of(gradients)
-        for tensor, parameter in theirs.named_parameters():
-            beside, size = theirs.get_parameter(tensor.replace("k_proj", "q_proj")), None
-            if tensor in biases_of_no_effect(config):  # the gradient is 0: there is only an error of rounding
-                size = float(beside.grad.norm())
-            assert_near(found[tensor], parameter.grad.numpy(), near_gradients, f"{tensor} ({recompute})", size)
+        assert {*found} - biases_of_no_effect(config) == {*expected["gradients"]}
+        for tensor, gradient in found.items():
+            if tensor in expected["gradients"]:
+                assert_near(gradient, expected["gradients"][tensor], near_gradients, f"{tensor} ({recompute})")
+            else:  # it is 0: there is only an error of rounding
+                beside = np.linalg.norm(found[tensor.replace("k_proj", "q_proj")])
+                assert np.linalg.norm(gradient) < near_gradients * beside, tensor
         once = gradients.flat.copy()
         loss_and_gradients(model, weights, batch, None, gradients, accumulate=True)
         np.testing.assert_allclose(gradients.flat, 2 * once, rtol=1e-4, atol=1e-6)
@@ -219,7 +198,7 @@ RUN: dict[str, Any] = {
 
 def trained(config: LlamaConfig, start: Parameters) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of ten steps, and the weights after them."""
-    model: dict[str, Any] = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    model: dict[str, Any] = {name: value for name, value in config if value is not None}
     asked = TrainConfig.from_preset("tiny", **RUN, model={**model, "model_type": config.model_type})
 
     def run(comm: Any) -> Any:
@@ -239,8 +218,8 @@ def trained(config: LlamaConfig, start: Parameters) -> tuple[list[float], dict[s
     return spawn(run, 1, timeout=200)[0]
 
 
-def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The losses of ten steps of ``torch.optim.AdamW``, and the weights after them."""
+def torch_steps(config: LlamaConfig, start: Parameters) -> dict[str, Any]:
+    """The losses of ten steps of ``torch.optim.AdamW``, and sketches of the weights after them."""
     settings = TrainConfig.from_preset("tiny", **RUN, model={"vocab_size": 40})
     data, theirs = make_data(settings), precise(config, start)
     matrices, vectors = ([w for w in theirs.parameters() if (w.ndim > 1) == matrix] for matrix in (True, False))
@@ -258,7 +237,9 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], di
             group["lr"] = schedule(step)
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: w.detach().numpy() for name, w in theirs.named_parameters()}
+    weights = {name: sketch(weight.detach().numpy(), digits=9) for name, weight in theirs.named_parameters()
+               if name not in biases_of_no_effect(config)}  # fmt: skip
+    return {"losses": losses, "weights": weights}
 
 
 STEPS = [
@@ -270,27 +251,38 @@ PADDED = [name for name in CASES if name.endswith(", padding")]
 @pytest.mark.parametrize(("name", "new"), [
     *((name, False) for name in (*STEPS, *PADDED)), *((name, True) for name in PADDED),
 ])  # fmt: skip
-def test_steps_beside_torch(name, new):
+def test_steps_beside_torch(name, new, golden):
     """On data with documents, in which every token occurs. ``new``: the padding token's row of the table is zero."""
     config, rng = CASES[name], np.random.default_rng(3)
     start = random_weights(config, rng, np.float64)
     if new:
         start[config.embedding][config.pad_token_id] = 0
-    (expected, weights), (losses, got) = torch_steps(config, start), trained(config, start)
-    np.testing.assert_allclose(losses, expected, rtol=2e-6)
-    for tensor, value in tensors_of(got).items():
-        if tensor not in biases_of_no_effect(config):  # whose gradients are rounding errors, which AdamW enlarges
-            assert_near(value, weights[tensor], 2e-5, tensor)
+    expected = golden(f"steps of {name}, {new=}", lambda: torch_steps(config, start), rtol=1e-7)
+    losses, got = trained(config, start)
+    np.testing.assert_allclose(losses, expected["losses"], rtol=2e-6)
+    for tensor, value in expected["weights"].items():
+        assert_near(tensors_of(got)[tensor], value, 2e-5, tensor)
+
+
+def their_folder(config: LlamaConfig, weights: Parameters, folder: Path) -> dict[str, Any]:
+    """The settings that they write, and the shapes and checksums of the tensors."""
+    precise(config, weights, "float32").save_pretrained(folder)
+    return {"config": json.loads((folder / "config.json").read_text()), "tensors": checksums(folder)}
+
+
+def checksums(folder: Path) -> dict[str, list[int]]:
+    return {name: [crc32(x.tobytes()), *x.shape] for name, x in load_file(folder / WEIGHTS).items()}
 
 
 @each_case
-def test_folders_both_ways(config, tmp_path, rng):
+def test_folders_both_ways(config, tmp_path, golden, request):
     """Theirs into ours, and ours through theirs: the same configuration, the same bits."""
-    weights = random_weights(config, rng, np.float32)
-    theirs = precise(config, weights, "float32")
-    theirs.save_pretrained(tmp_path)
-    read = huggingface.read_config(tmp_path)
-    assert dataclasses.replace(read, initializer_range=config.initializer_range) == config
+    weights = random_weights(config, np.random.default_rng(6), np.float32)
+    theirs = golden(request.node.callspec.id, lambda: their_folder(config, weights, tmp_path / "theirs"))
+    save_model(tmp_path, config, weights)
+    assert checksums(tmp_path) == theirs["tensors"]
+    read = huggingface.from_huggingface(theirs["config"])
+    assert read.replace(initializer_range=config.initializer_range) == config
     again = Parameters(read.parameter_shapes())
     read_weights(tmp_path, again)
     assert np.array_equal(again.flat, weights.flat)
@@ -300,67 +292,87 @@ def test_folders_both_ways(config, tmp_path, rng):
     assert huggingface.from_huggingface(old) == config
 
 
-def test_what_transformers_works_out_for_settings_that_are_missing():
+MISSING = [
+    ("qwen2", {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    ("qwen3", {"num_key_value_heads": 4}),
+    ("mistral", {}),
+    ("olmo2", {}),
+    ("smollm3", {}),
+    ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3}),
+    ("smollm3", {"no_rope_layers": [0, 1, 0, 1], "use_sliding_window": True, "sliding_window": 3,
+                 "max_window_layers": 28}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "more"), MISSING)
+def test_what_transformers_works_out_for_settings_that_are_missing(kind, more, golden):
     least = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8}
-    for kind, more in (
-        ("qwen2", {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
-        ("qwen3", {"num_key_value_heads": 4}),
-        ("mistral", {}),
-        ("olmo2", {}),
-        ("smollm3", {}),
-        ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3}),
-        ("smollm3", {"no_rope_layers": [0, 1, 0, 1], "use_sliding_window": True, "sliding_window": 3,
-                     "max_window_layers": 28}),
-    ):
-        ours = huggingface.from_huggingface({"model_type": kind, "num_hidden_layers": 4, **least, **more})
-        theirs = transformers.AutoConfig.for_model(kind, num_hidden_layers=4, **least, **more)
-        assert type(ours) is FAMILIES[kind]
-        for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
-            assert getattr(ours, name) == getattr(theirs, name), (kind, name)
-        whole = {"model_type": kind, "num_hidden_layers": 4, **least, **more, "vocab_size": 2**20}
-        large = huggingface.from_huggingface(whole)
-        assert large.pad_token_id == theirs.pad_token_id, kind
-        assert ours.pad_token_id == (1 if kind == "olmo2" else None), "one that is in the vocabulary"
-        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
-        assert ours.rope_theta == theirs.rope_parameters["rope_theta"], kind
-        types = getattr(theirs, "layer_types", [SLIDING] * 4)
-        window = getattr(theirs, "sliding_window", None)
-        windows = [window if each == SLIDING else None for each in types]
-        attention = [ours.layer(number, None)[0] for number in range(4)]
-        assert [each.window for each in attention] == windows, kind
-        if kind == "smollm3":
-            assert [*(ours.no_rope_layers or [1] * 4)] == theirs.no_rope_layers
+    settings = {"num_hidden_layers": 4, **least, **more}
+    theirs = golden(
+        f"{kind} {json.dumps(more)}", lambda: transformers.AutoConfig.for_model(kind, **settings).to_dict(),
+    )  # fmt: skip
+    ours = huggingface.from_huggingface({"model_type": kind, **settings})
+    assert type(ours) is FAMILIES[kind]
+    for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours, name) == theirs[name], name
+    large = huggingface.from_huggingface({"model_type": kind, **settings, "vocab_size": 2**20})
+    assert large.pad_token_id == theirs["pad_token_id"]
+    assert ours.pad_token_id == (1 if kind == "olmo2" else None), "one that is in the vocabulary"
+    assert ours.head_dim == (theirs.get("head_dim") or 4)
+    assert ours.rope_theta == theirs["rope_parameters"]["rope_theta"]
+    types, window = theirs.get("layer_types") or [SLIDING] * 4, theirs.get("sliding_window")
+    attention = [ours.layer(number, None)[0] for number in range(4)]
+    assert [each.window for each in attention] == [window if each == SLIDING else None for each in types]
+    if kind == "smollm3":
+        assert [*(ours.no_rope_layers or [1] * 4)] == theirs["no_rope_layers"]
 
 
 @pytest.mark.parametrize("layers", [3, 8])
-def test_a_new_smollm3_has_layers_without_rotary_positions(layers, tmp_path):
+def test_a_new_smollm3_has_layers_without_rotary_positions(layers, tmp_path, golden):
     """Those that transformers gives it; runs of before, which had none, go on so."""
     flags = ["--model-type", "smollm3", "--num-hidden-layers", str(layers)]
-    theirs = transformers.AutoConfig.for_model("smollm3", num_hidden_layers=layers)
+    theirs = golden(
+        f"smollm3 {layers}",
+        lambda: transformers.AutoConfig.for_model("smollm3", num_hidden_layers=layers).no_rope_layers,
+    )
     ours = parse(flags).model_config_for(256)
-    rotated = [int(attention.rope is not None) for attention, _ in ours.layers(range(layers))]
-    assert rotated == theirs.no_rope_layers
+    assert [int(attention.rope is not None) for attention, _ in ours.layers(range(layers))] == theirs
     (file := tmp_path / "config.json").write_text(json.dumps({"model": {"no_rope_layers": []}}))
     assert parse(["--config", str(file), *flags]).model_config_for(256).no_rope_layers == ()
 
 
-@pytest.mark.parametrize("name", [*PADDED, "gpt2"])
-def test_a_new_models_row_of_padding_is_zero(name):
-    """As in a new model of transformers: tied or not, but not in the head's own matrix, nor in any row of a GPT-2."""
-    config = CASES[name]
+def rows_of_zeros(config: LlamaConfig) -> dict[str, list[int]]:
+    """Of the tables of a new model of transformers."""
     settings = {"pad_token_id": 3, **huggingface.to_huggingface(config)}
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
-    expected = {name: (weight == 0).all(1).nonzero().tolist() for name, weight in theirs.named_parameters()
-                if len(weight) == config.vocab_size}  # fmt: skip
+    return {name: (weight == 0).all(1).nonzero().ravel().tolist() for name, weight in theirs.named_parameters()
+            if len(weight) == config.vocab_size}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PADDED, "gpt2"])
+def test_a_new_models_row_of_padding_is_zero(name, golden):
+    """As in a new model of transformers: tied or not, but not in the head's own matrix, nor in any row of a GPT-2."""
+    config = CASES[name]
+    expected = golden(f"padding of {name}", lambda: rows_of_zeros(config))
     init_weights(config, weights := Parameters(config.parameter_shapes()), 3)
-    assert {name: [[row] for row in np.flatnonzero((weights[name] == 0).all(1))] for name in expected} == expected
+    assert {name: [*np.flatnonzero((weights[name] == 0).all(1))] for name in expected} == expected
 
 
-def test_a_new_models_vocabulary_may_be_small():
+def test_a_new_models_vocabulary_may_be_small(golden):
     """Smaller than the token of transformers' default for padding, with which it cannot make the model."""
+
+    def is_made(settings: dict[str, Any]) -> bool:
+        try:
+            transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
+        except AssertionError:
+            return False
+        return True
+
     written = {"config.json": huggingface.to_huggingface(of(SmolLM3Config)), **ByteTokenizer().files()}
     settings = checkpoint.merge_extra(written, {}, ByteTokenizer())["config.json"]
-    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
+    default = {key: value for key, value in settings.items() if key != "pad_token_id"}
+    assert golden("with null or the default", lambda: [is_made(settings), is_made(default)]) == [True, False]
+    assert settings["pad_token_id"] is None
     theirs = {"config.json": b'{"use_cache": true}'}
     assert checkpoint.merge_extra(written, theirs, ByteTokenizer())["config.json"]["pad_token_id"] is None
 

@@ -1,4 +1,4 @@
-"""Ten steps on packed chats with masked turns, beside transformers and torch's AdamW, in float32 on CPUs.
+"""Ten steps on packed chats with masked turns, beside transformers and torch's AdamW, whose losses are recorded.
 
 kos packs the chats and masks them. The reference has transformers' tokens and masks of each chat alone, and the mean
 of the losses over the counted tokens of the chats that are in a batch.
@@ -13,24 +13,25 @@ import pytest
 
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
+from kos.train.model.families import MistralConfig, Qwen2Config, Qwen3Config
+from kos.train.model.llama import LlamaConfig
 from tests.train.chat_templates import CHATML, SPECIAL
-from tests.train.of_transformers import needs_transformers, save_random, torch, transformers
+from tests.train.models import random_weights, save_model
+from tests.train.of_transformers import precise, torch, transformers
 from tests.train.runs import run
 from tests.train.test_loss_masks import write_lines
 from tests.train.tokenizer_files import byte_level_bpe
 
-pytestmark = needs_transformers
-
 WORDS = ["ring", "tree", "rank", "barrier", "reduce", "gather", "hub", "wait"]
 SHAPE: dict[str, Any] = {
     "vocab_size": 340, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True},
-    "qwen2": {"tie_word_embeddings": False},
-    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
-    "mistral": {"sliding_window": 24},
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**{**SHAPE, "head_dim": 16}, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=24),
 }
 STEPS, LR, WARMUP, DECAY, CLIP = 10, 1e-3, 3, 0.1, 1.0
 FLAGS = [
@@ -44,11 +45,13 @@ def folder(request, tmp_path_factory):
     """A random model of a family, its tokenizer with a chat template, and chats of up to 128 tokens."""
     rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp(request.param)
     bpe = byte_level_bpe([" ".join(WORDS) * 9], 300, [])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(folder)
-    save_random(transformers.AutoConfig.for_model(request.param, **SHAPE, **FAMILIES[request.param]), folder)
+    bpe.add_special_tokens(SPECIAL)
+    config = FAMILIES[request.param]
+    save_model(folder, config, random_weights(config, np.random.default_rng(1)))
+    bpe.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(CHATML)
 
     def message(role):
         return {"role": role, "content": " ".join(rng.choice(WORDS, rng.integers(1, 9)))}
@@ -65,9 +68,8 @@ def arguments(folder: Path) -> list[str]:
     return [f"--init-from={folder}", f"--data={folder / 'chats.jsonl'}", *FLAGS]
 
 
-def losses_of_transformers(folder: Path) -> tuple[list[float], list[float]]:
+def losses_of_transformers(folder: Path, config: LlamaConfig) -> list[list[float]]:
     """The losses of the steps, and the norms of their gradients before clipping."""
-    torch.set_num_threads(1)  # else threads wait for one another on a busy machine
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     masks = dict[tuple[int, ...], list[int]]()
     for line in (folder / "chats.jsonl").read_text().splitlines():
@@ -76,7 +78,7 @@ def losses_of_transformers(folder: Path) -> tuple[list[float], list[float]]:
         )
         masks[tuple(marked["input_ids"])] = marked["assistant_masks"]
     data = load_data(parse(arguments(folder)))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = precise(config, random_weights(config, np.random.default_rng(1)))
     weights = list(model.parameters())
     groups = [
         {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": DECAY},
@@ -104,11 +106,13 @@ def losses_of_transformers(folder: Path) -> tuple[list[float], list[float]]:
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1, (step + 1) / WARMUP)
         optimizer.step()
-    return losses, norms
+    return [losses, norms]
 
 
-def test_ten_steps_are_those_of_transformers(folder, tmp_path):
-    rows, (losses, norms) = run(parse([*arguments(folder), f"--out={tmp_path}"])), losses_of_transformers(folder)
+def test_ten_steps_are_those_of_transformers(folder, tmp_path, golden, request):
+    name = request.node.callspec.params["folder"]
+    losses, norms = golden(name, lambda: losses_of_transformers(folder, FAMILIES[name]), rtol=1e-7)
+    rows = run(parse([*arguments(folder), f"--out={tmp_path}"]))
     assert losses[0] - losses[-1] > 0.02 and max(norms) > CLIP, "it learns, and gradients are clipped"
     np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-5)
     np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)

@@ -19,9 +19,9 @@ from kos.train.evaluate import SETTINGS
 from kos.train.evaluator import evaluate
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as reference
-from kos.train.ops.fixed_order import FixedOrder, Split
 from kos.train.ops.fp8 import Fp8Ops, check_sizes
 from kos.train.ops.linear import LinearOps
+from kos.train.parallel.fixed_order import FixedOrder, Split
 from kos.train.parallel.mesh import ALONE, Layout
 from kos.train.step import Step
 from tests.train import layouts as on_cpus

@@ -1,6 +1,5 @@
 """Generation with a KV cache on CPUs: the tokens of a model without one, in any batch; limits, ends and streams."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ def test_every_family_has_a_case():
 @each_case
 def test_tokens_are_those_without_a_cache(config):
     """Prompts of several lengths at once, also beyond the context, from whose last half a text goes on."""
-    config = dataclasses.replace(config, max_position_embeddings=24)
+    config = config.replace(max_position_embeddings=24)
     weights, model = random_weights(config), Model(config, numpy_ops)
     plain = Uncached(lambda tokens: model.next_logits(weights, tokens))
     expected = tokens_of(plain, config, PROMPTS, 30, GREEDY)
@@ -162,7 +161,7 @@ def test_a_sequence_that_ended_with_a_full_cache_reads_nothing_behind_it():
 
 
 def test_a_context_of_one_token():
-    config = dataclasses.replace(CASES["llama"], max_position_embeddings=1)
+    config = CASES["llama"].replace(max_position_embeddings=1)
     weights, model = random_weights(config), Model(config, numpy_ops)
     plain = Uncached(lambda tokens: model.next_logits(weights, tokens))
     expected = tokens_of(plain, config, [[3], [4, 5]], 6, GREEDY)

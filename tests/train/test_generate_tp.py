@@ -1,7 +1,6 @@
 """Generation by several ranks that hold a model together: the tokens of one rank, and errors that all ranks raise."""
 
 import contextlib
-import dataclasses
 import json
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.emulator import HostOps, host_memory
 
 EVEN = {"vocab_size": 44, "intermediate_size": 28, "max_position_embeddings": 24}
-SPLIT = {name: dataclasses.replace(config, **EVEN) for name, config in CASES.items() if "tp" in config.axes}
+SPLIT = {name: config.replace(**EVEN) for name, config in CASES.items() if "tp" in config.axes}
 """The models of ``CASES`` whose family has tensor parallelism, in sizes that 4 ranks divide."""
 
 TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"

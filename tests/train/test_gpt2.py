@@ -1,20 +1,19 @@
 """GPT-2: its initial weights, its size, and its files in Hugging Face's layout."""
 
-import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model import huggingface
+from kos.train.model.families import GPT2Config
 from kos.train.model.initial import init_weights
-from kos.train.model.parameters import Parameters
-from tests.train.models import random_weights, read_weights, tensors_of
+from kos.train.ops.parameters import Parameters
+from tests.train.models import random_weights, read_weights, sizes, tensors_of
 
-CONFIG = GPT2Config(37, 24, 29, 3, 4, 4, 6, 20, 1e-3, tie_word_embeddings=True)
+CONFIG = GPT2Config(**sizes(37, 24, 29, 3, 4, 4, 6, 20), rms_norm_eps=1e-3, tie_word_embeddings=True)
 
 
 def test_initial_weights():
@@ -33,7 +32,7 @@ def test_the_real_one():
     """OpenAI's 124,439,808 parameters; flops by what multiplies."""
     config = TrainConfig.from_preset("gpt2-124m").model_config_for(50_257)
     assert isinstance(config, GPT2Config)
-    config = dataclasses.replace(config, vocab_size=50_257)
+    config = config.replace(vocab_size=50_257)
     assert config.num_parameters() == 124_439_808
     multiplied = 12 * 12 * 768**2 + 50_257 * 768
     assert config.flops_per_token(1024).causal == 6 * (multiplied + 12 * 768 * 1024)
@@ -58,4 +57,4 @@ def test_settings():
     assert huggingface.from_huggingface(settings) == CONFIG
     assert huggingface.from_huggingface({**settings, "n_inner": None}).intermediate_size == 4 * 24
     with pytest.raises(ConfigError, match="num_key_value_heads: expected 4 in a GPT-2, got 2"):
-        dataclasses.replace(CONFIG, num_key_value_heads=2)
+        CONFIG.replace(num_key_value_heads=2)

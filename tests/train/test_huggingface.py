@@ -1,23 +1,18 @@
 """Configurations and weights in the spellings of transformers."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from kos.errors import CheckpointError, SettingError
-from kos.train.checkpoint.huggingface import (
-    check_weights,
-    from_huggingface,
-    read_config,
-    to_huggingface,
-    weight_files,
-)
+from kos.train.checkpoint.huggingface import check_weights, weight_files
 from kos.train.model.families import FAMILIES
+from kos.train.model.huggingface import from_huggingface, read_config, to_huggingface
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 from tests.train.models import SCALING, read_weights, small
+from tests.train.of_transformers import transformers
 
 CHANGED: dict[str, object] = {
     "vocab_size": 41, "hidden_size": 28, "intermediate_size": 99, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -32,7 +27,7 @@ V4 = ("rope_theta", "rope_scaling", "torch_dtype")
 V5 = ("rope_parameters", "dtype")
 
 
-@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, rope_scaling=None, tie_word_embeddings=True)])
+@pytest.mark.parametrize("config", [CONFIG, CONFIG.replace(rope_scaling=None, tie_word_embeddings=True)])
 @pytest.mark.parametrize("dropped", [(), V4, V5])
 def test_both_spellings(config, dropped):
     settings = {key: value for key, value in to_huggingface(config).items() if key not in dropped}
@@ -45,7 +40,7 @@ def test_both_spellings(config, dropped):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_setting_is_refused_by_a_family_or_comes_back(family):
     """No setting is lost between a run and its ``config.json``."""
-    fields = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG) if field.name != "lora"}
+    fields = {name: value for name, value in CONFIG if name not in ("lora", "model_type")}
     shape = fields | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_scaling": None, "rope_theta": 1e4}
     assert CHANGED.keys() == fields.keys()
     refused = set()
@@ -56,7 +51,7 @@ def test_a_setting_is_refused_by_a_family_or_comes_back(family):
             refused.add(name)
             continue
         back = from_huggingface(json.loads(json.dumps(to_huggingface(config))))
-        assert back == config or (name == "layer_types" and back == dataclasses.replace(config, layer_types=())), name
+        assert back == config or (name == "layer_types" and back == config.replace(layer_types=())), name
     allowed = {*FAMILY_SETTINGS, *family.fixed} - family.takes
     assert refused <= allowed | {"num_attention_heads", "hidden_size", "tie_word_embeddings"} and "" not in refused
 
@@ -98,16 +93,16 @@ def test_what_it_is_not(change, message):
         from_huggingface({**to_huggingface(CONFIG), **change}, "here")
 
 
-def test_two_spellings_that_contradict_each_other():
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": 777.0}])
+def test_two_spellings_that_contradict_each_other(rope, golden):
     """transformers takes ``rope_scaling`` and, within it, ``rope_theta``."""
-    transformers = pytest.importorskip("transformers", minversion="5", reason="compares with transformers 5")
     scaling = {"rope_type": "linear", "factor": 4.0}
-    for rope in ({}, {"rope_theta": 777.0}):
-        settings = {**to_huggingface(CONFIG), "rope_theta": 5e5, "rope_scaling": {**scaling, **rope}}
-        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
-        theirs = transformers.LlamaConfig(**json.loads(json.dumps(settings))).rope_parameters
-        ours = from_huggingface(settings)
-        assert {"rope_theta": ours.rope_theta, **(ours.rope_scaling or SCALING).settings()} == theirs
+    settings = {**to_huggingface(CONFIG), "rope_theta": 5e5, "rope_scaling": {**scaling, **rope}}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    settings = json.loads(json.dumps(settings))
+    theirs = golden(f"two spellings {rope}", lambda: dict(transformers.LlamaConfig(**settings).rope_parameters))
+    ours = from_huggingface(settings)
+    assert {"rope_theta": ours.rope_theta, **(ours.rope_scaling or SCALING).settings()} == theirs
 
 
 def test_a_context_of_yarn_that_is_null_is_the_model_s():
@@ -121,7 +116,7 @@ def test_weights_that_are_not_what_they_seem(tmp_path):
     """A head beside a tied embedding, an adapter, quantized weights, a pointer, and weights that kos does not read."""
     from safetensors.numpy import save_file
 
-    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    tied = CONFIG.replace(tie_word_embeddings=True)
     tensors = {name: np.ones(shape, np.float32) for name, shape in tied.parameter_shapes().items()}
     model, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     config.write_text(json.dumps(to_huggingface(tied)))

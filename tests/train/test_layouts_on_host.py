@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.ops import Attend, fixed_order
+from kos.train.ops import Attend
+from kos.train.parallel import fixed_order
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
 from tests.train.host_kernels import engine as host_kernels

@@ -9,8 +9,8 @@ import pytest
 from kos.train.data.batches import Dataset
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from tests.train.emulated_runs import train as train_on_host
 
 

@@ -12,8 +12,8 @@ from kos.train.layers.lora import A, B
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Layout
 from tests.train import layouts
 from tests.train.layouts import CpuDevice

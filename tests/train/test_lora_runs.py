@@ -17,6 +17,7 @@ from kos.train.config.flags import parse
 from kos.train.evaluator import evaluate
 from kos.train.export import main as export
 from kos.train.layers.lora import is_adapter
+from kos.train.model import peft
 from kos.train.tools import show
 from kos.train.trainer import Trainer
 from tests.train import elastic_runs, runs
@@ -72,7 +73,7 @@ def test_a_checkpoint_holds_adapters_alone(whole, base):
     found = checkpoint.find(whole[0])
     assert found.config["base"] == {"path": str(base), "sha256": adapter.fingerprint(base)}
     names = set(load_file(found.path / "adapter_model.safetensors"))
-    assert names == {f"base_model.model.{name}" for name in adapter.shapes_of(adapter.model_of(found.path))}
+    assert names == {f"base_model.model.{name}" for name in adapter.shapes_of(peft.model_of(found.path))}
     state = load_file(found.path / "optimizer.safetensors")
     assert {f"base_model.model.{name.partition('.')[2]}" for name in state} == names
     assert not (found.path / "model.safetensors").exists()
@@ -82,7 +83,7 @@ def test_a_checkpoint_holds_adapters_alone(whole, base):
 
 def edit(folder: Path, **settings: Any) -> Path:
     """Change settings of the adapters in a folder."""
-    path = folder / adapter.CONFIG
+    path = folder / peft.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     return folder
 
@@ -198,7 +199,7 @@ def of_peft(whole, base, folder, **changes):
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [7]}')
     (folder / "base" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "peft").mkdir()
-    for name in (adapter.CONFIG, adapter.WEIGHTS):
+    for name in (peft.CONFIG, adapter.WEIGHTS):
         shutil.copy(folder / "all" / name, folder / "peft")
     return edit(folder / "peft", **{"base_model_name_or_path": str(folder / "base"), **changes})
 
@@ -228,8 +229,8 @@ MODULES = [f"model.layers.{number}.{name}" for number in range(3) for name in OF
 def test_targets_by_longer_names(targets, whole, base, tmp_path):
     """As peft writes them for "all-linear": the matrices of all layers, each by its name."""
     folder = of_peft(whole, base, tmp_path, target_modules=targets)
-    found = adapter.model_of(folder)
-    assert found.lora.targets == adapter.model_of(tmp_path / "all").lora.targets
+    found = peft.model_of(folder)
+    assert found.lora.targets == peft.model_of(tmp_path / "all").lora.targets
     assert load(folder).logits(np.arange(9)).tobytes() == load(whole[0]).logits(np.arange(9)).tobytes()
     assert load(folder).ends == (7,), "those of the base"
     assert parse([f"--init-from={folder}"]).lora == 3

@@ -15,8 +15,9 @@ import pytest
 from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
 from kos.train.data.batches import Dataset, load_data
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
 from tests.train.corpora import token_bytes
+from tests.train.of_transformers import transformers
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train, run
 from tests.train.test_left_out_targets import mean_loss
@@ -107,14 +108,12 @@ def test_all_tokens_count_if_asked(tmp_path, pairs):
     assert data.held_out.endswith(f"the loss counts {len(tokens):,} of {len(tokens):,} tokens (--loss-on all)")
 
 
-def test_what_a_template_gets_beside_the_messages(tmp_path, folder):
+def test_what_a_template_gets_beside_the_messages(tmp_path, folder, golden):
     """As from transformers: tools and documents are none, not undefined. From a line: tools, and settings by name."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
     template = (
         "{% if tools is not none %}tools {{ tools | tojson }}{% endif %}{% if documents is not none %}no{% endif %}"
         "{% if brief is defined %}brief {{ brief }}{% endif %}"
     ) + CHATML
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, chat_template=template)
     beside = tmp_path / "tokenizer"
     shutil.copytree(folder, beside)
     (beside / "chat_template.jinja").write_text(template)
@@ -127,8 +126,13 @@ def test_what_a_template_gets_beside_the_messages(tmp_path, folder):
     lines = [{"messages": CHAT, **options} for options in given] + [{"prompt": "two + two?", "messages": CHAT}]
     tokens, *_ = read(write_lines(tmp_path / "chats.jsonl", [*lines, {"text": "val"}]), "--tokenizer", str(beside))
     options = [{}, {}, {"tools": tools}, {"tools": tools}, {"brief": True}, {}]
-    rendered = [theirs.apply_chat_template(CHAT, tokenize=True, return_dict=True, **each) for each in options]
-    assert tokens == [token for each in rendered for token in each["input_ids"]]
+
+    def theirs() -> list[list[int]]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, chat_template=template)
+        how = {"tokenize": True, "return_dict": True}
+        return [[*tokenizer.apply_chat_template(CHAT, **how, **each)["input_ids"]] for each in options]
+
+    assert tokens == [token for each in golden("what a template gets", theirs) for token in each]
 
 
 def spaced(folder: Path, kind: str) -> Path:
@@ -155,24 +159,29 @@ def spaced(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
-def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, small_pieces):
+def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, small_pieces, golden):
     """No part has a space that the text has not; a token of two parts is in the second."""
     folder = spaced(tmp_path / "tokenizer", kind)
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     pairs = [("two + two?", "four"), ("two + two? ", "four"), ("Be bri", "ef.")]
     pairs += [("é", "€\n"), ("", "yes"), ("four", "")]
     lines = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     path = write_lines(tmp_path / "pairs.jsonl", [*lines, {"text": "val"}])
     tokens, counted, _ = read(path, "--tokenizer", str(folder))
-    assert tokens == [id for pair in pairs for id in [*theirs("".join(pair)).input_ids, 2]]
+
+    def theirs() -> list[list[int]]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        chat = tokenizer.apply_chat_template(CHAT, tokenize=True)["input_ids"]
+        return [*([*tokenizer("".join(pair)).input_ids] for pair in pairs), [*chat]]
+
+    *expected, of_chat = golden(kind, theirs)
+    assert tokens == [id for each in expected for id in [*each, 2]]
     ones = [id for id, count in zip(tokens, counted, strict=True) if count]
     answers = data_text(folder, ones).split("<|end|>")
     assert [answer.strip(" ") for answer in answers] == ["four", "four", "Be brief.", "€\n", "yes", "", ""]
     assert answers[0] == "four"
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"text": "val"}])
     tokens, counted, _ = read(path, "--tokenizer", str(folder))
-    assert tokens == theirs.apply_chat_template(CHAT, tokenize=True)["input_ids"]
+    assert tokens == of_chat
     ones = [id for id, count in zip(tokens, counted, strict=True) if count]
     assert data_text(folder, ones).replace(" ", "") == "fouryes"
     whole = tokens

@@ -68,11 +68,11 @@ def test_layers_are_split_in_order_and_the_busiest_rank_has_little():
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
 def test_a_family_supports_the_axes_that_it_states(family, axis):
     """What refuses a layout knows no family by name."""
-    config = TrainConfig.from_preset("tiny", model={"model_type": family.model_type}, **{axis: 2})
+    config = TrainConfig.from_preset("tiny", model={"model_type": family.kind}, **{axis: 2})
     if axis in family.axes:
         assert getattr(layout_of(config, 2), axis) == 2
         return
-    with pytest.raises(ConfigError, match=f"--{axis} 2: expected 1 in a model of type {family.model_type}, which supp"):
+    with pytest.raises(ConfigError, match=f"--{axis} 2: expected 1 in a model of type {family.kind}, which supp"):
         layout_of(config, 2)
 
 

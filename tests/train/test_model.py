@@ -13,8 +13,8 @@ from kos.train.model import initial
 from kos.train.model.families import Qwen2Config
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from tests.train.models import loss_and_gradients, make, make_batch, small
 
 

@@ -7,32 +7,32 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from tests.train.beside_torch import torch_llama
 from tests.train.host_kernels.engine import rounded_at_random
-from tests.train.models import SCALING, loss_and_gradients, queue
+from tests.train.models import SCALING, loss_and_gradients, queue, sizes
 from tests.train.updates import check_skipped, check_updates, each_kind
 
 pytestmark = pytest.mark.gpu
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 SHAPES = {
-    "odd": LlamaConfig(37, 24, 29, 3, 4, 2, 6, max_position_embeddings=512),
-    "tied": LlamaConfig(200, 256, 344, 2, 4, 1, 64, tie_word_embeddings=True, rope_scaling=SCALING),
-    "wide": LlamaConfig(1000, 256, 512, 2, 4, 4, 128),
+    "odd": LlamaConfig(**sizes(37, 24, 29, 3, 4, 2, 6), max_position_embeddings=512),
+    "tied": LlamaConfig(**sizes(200, 256, 344, 2, 4, 1, 64), tie_word_embeddings=True, rope_scaling=SCALING),
+    "wide": LlamaConfig(**sizes(1000, 256, 512, 2, 4, 4, 128)),
 }
 GPT2 = {
-    "gpt2": GPT2Config(200, 256, 344, 2, 4, 4, 64, 40, tie_word_embeddings=True),
-    "odd gpt2": GPT2Config(37, 24, 29, 2, 4, 4, 6, 33, tie_word_embeddings=True),
+    "gpt2": GPT2Config(**sizes(200, 256, 344, 2, 4, 4, 64, 40), tie_word_embeddings=True),
+    "odd gpt2": GPT2Config(**sizes(37, 24, 29, 2, 4, 4, 6, 33), tie_word_embeddings=True),
 }
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kos.train.layers import Placement
-from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon

@@ -14,7 +14,7 @@ from kos.testing import spawn
 from kos.train import optim
 from kos.train.device import check_replicas, memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.optim import overlap
+from kos.train.ops.parameters import overlap
 from kos.train.parallel.mesh import Layout
 from kos.train.trainer import Trainer
 from tests.comm.ranks import on_hosts

@@ -9,9 +9,9 @@ import pytest
 from kos.errors import CheckpointError
 from kos.train.checkpoint import Checkpoint
 from kos.train.checkpoint.resume import warn_of_changes
-from kos.train.config import changes_of
 from kos.train.config.options import KEYS, TrainConfig
 from kos.train.data.batches import load_data
+from kos.train.model import option_of
 from tests.train.runs import _config, _losses, _train
 from tests.train.sharded import tensors_of_run
 from tests.train.tokenizer_files import byte_level_bpe
@@ -66,7 +66,7 @@ def test_every_option(key, caplog):
     config = TrainConfig.from_preset("tiny", **CONFIG)
     now = described(config, {})["config"]
     section, _, name = key.rpartition(".")
-    changes = changes_of(KEYS[key])
+    changes = option_of(KEYS[key]).changes
     lines = said(caplog, described(config, {key: other(key, (now["model"] if section else now)[name])}), config)
     if section and name != "pad_token_id":  # any other model is refused, or starts with other weights
         assert not lines
@@ -81,7 +81,8 @@ def test_every_option(key, caplog):
 
 def test_an_option_that_an_earlier_version_lacks_had_its_default(caplog):
     config = TrainConfig.from_preset("tiny", **CONFIG)
-    missing = [key for key, field in KEYS.items() if changes_of(field) in ("bits", "order") and not field.is_required()]
+    later = [key for key, field in KEYS.items() if option_of(field).changes in ("bits", "order")]
+    missing = [key for key in later if not KEYS[key].is_required()]
     before = described(config, dict.fromkeys(missing, ...))
     assert said(caplog, before, config) == []
     (line,) = said(caplog, before, config.model_copy(update={"documents": "cross"}))
@@ -118,7 +119,7 @@ def test_what_changes_no_bit_changes_none(text, tmp_path):
     }  # fmt: skip
     shared = {"steps": 4, "hold_out": 0.1, "model": {"max_position_embeddings": 32}}
     config = _config(text, None, **shared)
-    names = [key for key, field in KEYS.items() if changes_of(field) == "nothing" and key not in elsewhere]
+    names = [key for key, field in KEYS.items() if option_of(field).changes == "nothing" and key not in elsewhere]
     others = {name: other(name, getattr(config, name)) for name in names} | {"eval_data": [f"a={text}"]}
     whole = _train(text, tmp_path / "a", **shared)
     rows = _train(text, tmp_path / "b", **{**shared, **others})
@@ -141,7 +142,7 @@ def test_another_state_is_refused(text, tmp_path, key, first, second):
 
 
 def test_every_option_of_a_state_is_tried():
-    keys = {key for key, field in KEYS.items() if changes_of(field) == "state"}
+    keys = {key for key, field in KEYS.items() if option_of(field).changes == "state"}
     assert keys == {case[0] for case in test_another_state_is_refused.pytestmark[0].args[1]}
 
 
@@ -161,7 +162,7 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Of each option that declares ``data``: what is read, with which other settings, and with another value."""
 
 
-@pytest.mark.parametrize("key", [key for key, field in KEYS.items() if changes_of(field) == "data"])
+@pytest.mark.parametrize("key", [key for key, field in KEYS.items() if option_of(field).changes == "data"])
 def test_other_data_has_another_fingerprint(key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, lines in {"lines": LINES, "more": LINES[::-1], "turns": TURNS}.items():

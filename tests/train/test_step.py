@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kos.train import checkpoint
-from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
+from kos.train.model import huggingface
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import Parameters
 from kos.train.optim.adamw import AdamW
 from tests.train import runs
 from tests.train.models import loss_and_gradients

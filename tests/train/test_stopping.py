@@ -18,14 +18,15 @@ from kos.train import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu, dry_run
 from kos.train.device.dry_run import DryOps, plan_memory
-from kos.train.layers import Gradients
+from kos.train.model.families import resolve
 from kos.train.model.model import InFlight, Model
-from kos.train.model.parameters import Parameters
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone
+from kos.train.parallel.gradients import Gradients
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
@@ -257,7 +258,7 @@ def test_the_memory_plan_is_what_a_pass_takes(kind, recompute):
     config = TrainConfig.from_preset(
         "tiny", seq_len=seq_len, batch_size=4, micro_batch_size=micro, recompute=recompute, model=shape
     ).for_world(1)
-    model = config.model.resolve(256, seq_len)
+    model = resolve(config.model, 256, seq_len)
     plan = plan_memory(config, model, DryOps(), Mesh.dry(Layout()), schedules.build("1f1b", 1, 1), sharing=1)
     llama = Model(model, cpu.numpy_ops, recompute=recompute)
     weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())

@@ -1,4 +1,4 @@
-"""Tokenizers that transformers makes by the rules of their class, beside ours."""
+"""Tokenizers that transformers makes by the rules of their class, whose numbers are recorded, beside ours."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,8 @@ import pytest
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import HuggingFaceTokenizer, make_tokenizer
+from tests.goldens import shortened
+from tests.train.of_transformers import transformers
 from tests.train.runs import _train
 from tests.train.tokenizer_files import TEXT, byte_level_bpe
 
@@ -22,12 +24,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "model_type", "legacy", "space"), CASES)
-def test_a_class_of_transformers_has_rules_of_its_own(tmp_path, name, model_type, legacy, space):
+def test_a_class_of_transformers_has_rules_of_its_own(tmp_path, name, model_type, legacy, space, golden):
     """As of Llama 2 and TinyLlama: their tokenizer.json adds a space after each special token, and the class does not.
 
     transformers follows the file in folders of Mistral. It has other rules for a model of Qwen 2 of another class.
     """
-    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
     folder = sentencepiece_folder(tmp_path, {"tokenizer_class": name, "legacy": legacy, "add_prefix_space": space})
     of_code = name.startswith("Code")
     if of_code:  # the class adds the token, too
@@ -42,10 +43,17 @@ def test_a_class_of_transformers_has_rules_of_its_own(tmp_path, name, model_type
     if model_type == "qwen2":
         assert isinstance(ours, HuggingFaceTokenizer) and ours.rules == "Qwen2Tokenizer"
         return
-    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
-    for each in (TEXT, "a", "", " a", "a</s><s>b", "</s> a", "a\n\n</s>\nb <s>", "é漢🙂", "<s>", "x  y   z "):
-        assert ours.encode(each).tolist() == theirs(each)["input_ids"], each
-        assert ours.decode(ours.encode(each)) == theirs.decode(theirs(each)["input_ids"]), each
+    texts = [TEXT, "a", "", " a", "a</s><s>b", "</s> a", "a\n\n</s>\nb <s>", "é漢🙂", "<s>", "x  y   z "]
+
+    def by_transformers() -> list[Any]:
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+        found = [theirs(each)["input_ids"] for each in texts]
+        return [[shortened(ids), shortened(theirs.decode(ids))] for ids in found]
+
+    expected = golden(f"{name} {model_type} {legacy} {space}", by_transformers)
+    for each, theirs in zip(texts, expected, strict=True):
+        ids = ours.encode(each).tolist()
+        assert [shortened(ids), shortened(ours.decode(ids))] == theirs, each
     by_file, rules = name.startswith("Pre") or model_type == "mistral", "CodeLlamaTokenizer" * of_code
     assert isinstance(ours, HuggingFaceTokenizer) and ours.rules == ("" if by_file else rules or "LlamaTokenizer")
 
@@ -59,10 +67,8 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_the_class_is_that_of_autotokenizer(tmp_path, model_type, name):
+def test_the_class_is_that_of_autotokenizer(tmp_path, model_type, name, golden):
     """It follows from the type of the model and from the named class.  The file of the tokenizer splits off digits."""
-    reason = "needs transformers 5.24: AutoTokenizer of 5.17 has other rules for LlamaTokenizerFast"
-    transformers = pytest.importorskip("transformers", minversion="5.24", reason=reason)
     library = pytest.importorskip("tokenizers")
     (folder := tmp_path / "tokenizer").mkdir()
     bpe = byte_level_bpe([TEXT, "12 345 it's cafe\u0301 \n\n " * 9], 400, [])
@@ -75,10 +81,17 @@ def test_the_class_is_that_of_autotokenizer(tmp_path, model_type, name):
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     elif name is None:
         return  # AutoTokenizer refuses it
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(folder)), make_tokenizer(str(folder))
-    for each in (TEXT, "12345", "cafe\u0301", "it's\n\n \n a", "<|end|> a", ""):
-        assert ours.encode(each).tolist() == theirs(each)["input_ids"], (type(theirs), each)
-    assert ours.rules == ("" if type(theirs).__name__ == "TokenizersBackend" else type(theirs).__name__)
+    texts = (TEXT, "12345", "cafe\u0301", "it's\n\n \n a", "<|end|> a", "")
+
+    def by_transformers() -> list[Any]:  # of 5.24: 5.17 has other rules for LlamaTokenizerFast
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+        return [type(theirs).__name__, [shortened(theirs(each)["input_ids"]) for each in texts]]
+
+    rules, expected = golden(f"{name} of {model_type}", by_transformers)
+    ours = make_tokenizer(str(folder))
+    for each, ids in zip(texts, expected, strict=True):
+        assert shortened(ours.encode(each).tolist()) == ids, (rules, each)
+    assert ours.rules == ("" if rules == "TokenizersBackend" else rules)
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("code_llama", "CodeLlamaTokenizer"), ("mistral", "")])
@@ -139,14 +152,18 @@ def sentencepiece_folder(tmp_path: Path, settings: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
-def test_a_checkpoint_is_read_by_transformers_with_the_same_numbers(tmp_path, name):
+def test_a_checkpoint_is_read_by_transformers_with_the_same_numbers(tmp_path, name, golden):
     """And by kos, whatever the class was."""
-    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
     folder = sentencepiece_folder(tmp_path, {"tokenizer_class": name, "legacy": False})
     (data := tmp_path / "a.txt").write_text(TEXT * 9)
     _train(data, tmp_path / "run", steps=1, tokenizer=str(folder))
     path = str(tmp_path / "run" / "checkpoints" / "step-1")
-    ours, theirs = make_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(path)
-    for each in ("a</s><s>b", "</s> a", TEXT):
-        ids = ours.encode(each).tolist()
-        assert ids == theirs(each)["input_ids"] == make_tokenizer(path).encode(each).tolist()
+    texts = ("a</s><s>b", "</s> a", TEXT)
+
+    def by_transformers() -> list[Any]:
+        theirs = transformers.AutoTokenizer.from_pretrained(path)
+        return [shortened(theirs(each)["input_ids"]) for each in texts]
+
+    for each, theirs in zip(texts, golden(f"a checkpoint of {name}", by_transformers), strict=True):
+        for ours in (make_tokenizer(str(folder)), make_tokenizer(path)):
+            assert shortened(ours.encode(each).tolist()) == theirs

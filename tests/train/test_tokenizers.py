@@ -5,6 +5,7 @@ import shutil
 import sys
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from kos.train.data.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
+from tests.train.of_transformers import transformers
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
 from tests.train.sharded import save_alone
@@ -199,33 +201,41 @@ def qwen_folder(tmp_path_factory):
     return folder
 
 
-def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, small_pieces):
+def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, small_pieces, golden):
     """Of texts and documents, with special tokens and without, in pieces, and of chats; and the text back."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(qwen_folder)), make_tokenizer(str(qwen_folder))
+    ours = make_tokenizer(str(qwen_folder))
+    chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
     special = "<|im_start|>user\nhi<|im_end|>\n<tool_call>{}<|endoftext|>"
     texts = [
         TEXT, special, "", " ", "\n", "12345 3.14 2024-01-01 ١٢٣", "🙂👨\u200d👩\u200d👧🇩🇪", "漢字と日本語 한국어 मनीष",
         "a\n\n\nb\r\n  c\t\td  \n ", "It's we'LL I'm", "cafe\u0301 ﬁ", "\0\7", "x" * 300,
     ]  # fmt: skip
+
+    def by_transformers() -> dict[str, Any]:
+        theirs = transformers.AutoTokenizer.from_pretrained(str(qwen_folder))
+        found = {each: [theirs(each, split_special_tokens=split)["input_ids"] for split in (False, True)]
+                 for each in texts}  # fmt: skip
+        assert all(theirs(each)["input_ids"] == ids for each, (ids, _) in found.items())
+        whole = theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
+        return {"texts": found, "eos": theirs.eos_token_id, "chat": [*whole],
+                "rendered": theirs.apply_chat_template(chat, tokenize=False)}  # fmt: skip
+
+    theirs = golden("qwen", by_transformers)
     for example in texts:
         ids = ours.encode(example).tolist()
-        assert ids == theirs(example)["input_ids"], example
+        assert ids == theirs["texts"][example][0], example
         assert ours.decode(ids) == unicodedata.normalize("NFC", example)
         for split in (False, True):
             found = [part.tokens for part in ours.encode_documents([example], split)]
-            expected = theirs(example, split_special_tokens=split)["input_ids"]
-            assert np.concatenate(found).tolist() == [*expected, theirs.eos_token_id], example
+            assert np.concatenate(found).tolist() == [*theirs["texts"][example][split], theirs["eos"]], example
     whole = ours.encode(TEXT).tolist()
     small_pieces()
     assert ours.encode(TEXT).tolist() == whole
-    chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
     template = read_chat_template(str(qwen_folder))
     assert template is not None
     rendered = "".join(part for part, _ in template.documents({}, chat, "here")[0])
-    assert rendered == theirs.apply_chat_template(chat, tokenize=False)
-    whole = theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
-    assert ours.encode(rendered).tolist() == [*whole]
+    assert rendered == theirs["rendered"]
+    assert ours.encode(rendered).tolist() == theirs["chat"]
 
 
 def test_a_checkpoint_carries_the_tokenizer(huggingface_file):
@@ -275,9 +285,8 @@ def test_special_tokens_of_older_folders(tmp_path, huggingface_file, files, bos,
     assert template is not None and set(template.special) == {name for name, token in mentioned.items() if token}
 
 
-def test_added_tokens_that_the_tokenizer_lacks(tmp_path, huggingface_file):
+def test_added_tokens_that_the_tokenizer_lacks(tmp_path, huggingface_file, golden):
     """transformers would add them. The command of the error does."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
     (tmp_path / "tokenizer.json").write_bytes(huggingface_file.read_bytes())
     settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -289,9 +298,17 @@ def test_added_tokens_that_the_tokenizer_lacks(tmp_path, huggingface_file):
     (tmp_path / "added_tokens.json").unlink()
     with refused(DataError, "expected the added token '<|call|>' of the files beside it, got none; to make it, run"):
         make_tokenizer(str(tmp_path))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path)
-    assert make_tokenizer(str(tmp_path)).encode("<|call|>").tolist() == theirs("<|call|>").input_ids
+
+    def saved_by_transformers() -> list[Any]:
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        theirs.save_pretrained(tmp_path / "saved")
+        added = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())["added_tokens"]
+        return [added, [*theirs("<|call|>").input_ids]]
+
+    added, ids = golden("added tokens", saved_by_transformers)
+    whole = json.loads(huggingface_file.read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**whole, "added_tokens": added}))
+    assert make_tokenizer(str(tmp_path)).encode("<|call|>").tolist() == ids
 
 
 def test_wrong_tokenizer_files(tmp_path, huggingface_file):
@@ -385,13 +402,16 @@ SPELT = [(ByteTokenizer(), TEXT), (NumberTokenizer(77), "5 76 0")]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "numbers", "huggingface"])
-def test_transformers_load_it_from_a_checkpoint(tmp_path, huggingface_file, kind):
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
+def test_transformers_load_it_from_a_checkpoint(tmp_path, huggingface_file, kind, golden):
     spelt = {tokenizer.kind: (tokenizer, text) for tokenizer, text in SPELT}
     tokenizer, text = spelt.get(kind) or (make_tokenizer(str(huggingface_file)), TEXT)
     path = save_alone(tmp_path, MODEL, 1, tokenizer=tokenizer)
-    theirs = transformers.AutoTokenizer.from_pretrained(str(path))
-    ids = tokenizer.encode(text).tolist()
-    assert theirs(text)["input_ids"] == ids and theirs.decode(ids, skip_special_tokens=True) == text
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
-    assert len(theirs) == tokenizer.vocab_size
+
+    def loaded() -> list[Any]:
+        theirs = transformers.AutoTokenizer.from_pretrained(str(path))
+        ids = theirs(text)["input_ids"]
+        assert theirs.decode(ids, skip_special_tokens=True) == text
+        return [ids, theirs.bos_token_id, theirs.eos_token_id, len(theirs)]
+
+    ours = [tokenizer.encode(text).tolist(), tokenizer.bos, tokenizer.eos, tokenizer.vocab_size]
+    assert ours == golden(f"a checkpoint of {kind}", loaded)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config import OPTIMIZERS
 from kos.train.config.options import TrainConfig
 from kos.train.layers import Placement
-from kos.train.model.parameters import Parameters
 from kos.train.ops.numpy_optimizer import SCALARS, LearningRate, clip_coefficient
+from kos.train.ops.parameters import Parameters
 from kos.train.optim import CHUNK, Group, Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon

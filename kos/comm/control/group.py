@@ -39,11 +39,11 @@ from kos.comm.control.hub import (
     stop,
 )
 from kos.comm.control.identity import hold, load_secret
+from kos.comm.control.network import Network, connect_all, is_loopback, unreached
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel, Inbox
-from kos.comm.control.peers import connect_all, unreached
 from kos.comm.control.threads import ThreadGroup
-from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, Network, copied, drive, is_loopback
+from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, copied, drive
 from kos.comm.failures import PendingRanks
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RendezvousError, by_handler, from_record

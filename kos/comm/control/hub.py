@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
+from kos.comm.control.store import STORE, STORED, Table, pack, unpack
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
 from kos.comm.waits import wait
@@ -87,6 +88,7 @@ class Hub(threading.Thread):
         self._expected = 0  # ranks that may still join a group that has failed
         self._acceptor = Acceptor(listener, key, epoch, reserved=self._size - 1 - len(connected))
         self._lazy: list[tuple[float, int, bytes]] = []  # when to forward a notice, its sender, and the notice
+        self._store = Table()
         self._left: set[int] = set()  # the ranks that have aborted the group, or whose death was reported
         self.report_seconds = CLOSE_SECONDS + min(self._size / 64, 20.0)  # 512 ranks on 2 cores read it within 2.5 s
         self.reported = threading.Event()  # set once the failure has been sent to all ranks that have joined
@@ -296,6 +298,9 @@ class Hub(threading.Thread):
             self._forward_lazy()
             if token is not None:
                 self._post(FORWARDED + json.dumps(token).encode(), [rank])
+        elif kind == STORE:
+            for to, token, (result, value) in self._store.serve(rank, *unpack(message[1:])):
+                self._post(STORED + pack([token, result], value), self._members.keys() & {to})
         elif kind == CLOSE:
             self._closed.add(rank)
             self._remove(rank)
@@ -407,7 +412,7 @@ def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
     def is_decided() -> bool:
         return is_cut_off(sock) or not holds_data(sock, termios.TIOCOUTQ)
 
-    wait(is_decided, time.monotonic() + _ACKNOWLEDGE_SECONDS, pause=0.01)
+    wait(is_decided, time.monotonic() + _ACKNOWLEDGE_SECONDS, waiter=0.01)
     return failures.on_hosts_of([0]) if is_cut_off(sock) else [0]
 
 

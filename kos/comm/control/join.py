@@ -14,19 +14,9 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, as_address
-from kos.comm.control.listening import bound
+from kos.comm.control.network import Network, bound, is_loopback
 from kos.comm.control.newcomers import Address, place_name, send_message
-from kos.comm.control.wire import (
-    JOIN,
-    Connection,
-    HandshakeError,
-    Network,
-    Waiting,
-    authenticate,
-    is_loopback,
-    prepare,
-    receive_greeting,
-)
+from kos.comm.control.wire import JOIN, Connection, HandshakeError, Waiting, authenticate, prepare, receive_greeting
 from kos.environment import KOS_HOST
 from kos.errors import CollectiveError, RendezvousError
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from kos.comm import waits
 from kos.comm.control.hub import CLOSED, CONNECTION_CLOSED, DIED, FAILURES, FORWARDED, NOTICE
+from kos.comm.control.store import STORED, Answer, unpack
 from kos.comm.control.wire import Connection, Waiting
 from kos.errors import KosError, RendezvousError, by_handler, from_record, to_record
 
@@ -30,6 +31,8 @@ class Inbox:
         self.notices: defaultdict[str, deque[list[Any]]] = defaultdict(deque)  # by topic
         self.handlers: dict[str, Callable[..., None]] = {}  # of topics whose notices are handled as they are read
         self.forwarded = set[int]()  # the tokens of this rank's notices that the hub has sent to the others
+        self.answers: dict[int, Answer] = {}  # of the store, by the token of the request
+        self.expected = set[int]()  # the tokens of requests that wait for their answer
         self.lock = threading.RLock()  # held while a thread reads
         self.exchanging = False  # the thread that holds ``lock`` waits for an answer, and keeps what else arrives
         self.closed = False  # rank 0, or this one, has closed the group: the end of the connection is not its death
@@ -88,6 +91,10 @@ class Inbox:
                 self.notices[topic].append(notice)
         elif kind == FORWARDED:
             self.forwarded.add(json.loads(message[1:]))
+        elif kind == STORED:
+            (token, result), value = unpack(message[1:])
+            if token in self.expected:
+                self.answers[token] = result, value
         elif kind == CLOSED:
             self.closed = True
         elif kind in FAILURES:
@@ -133,7 +140,7 @@ class Channel:
         def forwarded() -> bool:
             return token in inbox.forwarded or 0 in self._group.deaths() or inbox.closed
 
-        sent = waits.wait(forwarded, time.monotonic() + timeout, pause=0.0002)
+        sent = waits.wait(forwarded, time.monotonic() + timeout, waiter=0.0002)
         inbox.forwarded.discard(token)
         return sent
 

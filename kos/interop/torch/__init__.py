@@ -14,8 +14,9 @@ from kos.interop import autoload
 from kos.interop.torch import dynamo, group, operations, reconfigure, works
 from kos.interop.torch.compression import Compression, compress
 from kos.interop.torch.group import Options, ProcessGroupKos
+from kos.interop.torch.store import Store
 
-__all__ = ["Compression", "Options", "ProcessGroupKos", "compress"]
+__all__ = ["Compression", "Options", "ProcessGroupKos", "Store", "compress"]
 
 autoload.register()
 dynamo.disable(group, operations, reconfigure, works)

@@ -111,11 +111,13 @@ class _Run:
         self._outputs, self._results = ([os.memfd_create(f"kos-testing-{kind}") for _ in range(job.size)]
                                         for kind in ("output", "result"))  # fmt: skip
         self._socket, theirs = socket.socketpair()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until ``_wait`` handles them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # this process may have threads
             self._pid = os.fork()
         if not self._pid:
             self._socket.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             supervise(job, theirs, self._outputs, self._results)
         theirs.close()
 
@@ -140,16 +142,17 @@ class _Run:
         data = b""
         limit = time.monotonic() + self.job.timeout + 10 * GRACE_SECONDS
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             while select.select([self._socket], [], [], max(0.0, limit - time.monotonic()))[0]:
                 if not (more := self._socket.recv(1 << 20)):
                     break
                 data += more
         finally:
-            former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # such as a second Ctrl-C
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # such as a second Ctrl-C
             self._socket.close()  # the supervisor then kills the ranks
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
-            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         report: dict[str, Any] = json.loads(data or "{}")
         if "errors" not in report:
             raise CollectiveError(f"spawn: {report.get('failure', 'the process that watches the ranks was killed')}")

@@ -34,12 +34,13 @@ from typing import Any, NamedTuple
 from kos.errors import CheckpointError, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint import adapter, huggingface
-from kos.train.checkpoint.huggingface import whole
 from kos.train.checkpoint.saving import WEIGHTS, Files, Saving, write_json, write_tensors
 from kos.train.checkpoint.state import RESIDUAL, ShardedState, State, state_shapes
 from kos.train.data.corpus import Show
 from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer
-from kos.train.model.parameters import Shape
+from kos.train.model import peft
+from kos.train.model.huggingface import is_unreadable, to_huggingface, whole
+from kos.train.ops.parameters import Shape
 from kos.train.parallel.failures import alone
 
 FORMAT = 2
@@ -52,7 +53,7 @@ LARGEST, LARGEST_IN_ALL = 64 << 20, 256 << 20
 
 MANIFEST, BEST = "manifest.json", "best"
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
-REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST, adapter.CONFIG)
+REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST, peft.CONFIG)
 """Files that kos writes in every checkpoint."""
 
 TEMPLATE = "chat_template.jinja"
@@ -115,9 +116,9 @@ def save(
     def publish(files: Files) -> None:
         """Complete ``temporary``, in which all ranks have written ``files``, and rename it to ``folder/step-N``."""
         tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        written: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
+        written: dict[str, Any] = {"config.json": to_huggingface(state.model) | tokens}
         if state.model.lora is not None:
-            written[adapter.CONFIG] = adapter.to_peft(state.model, config["base"]["path"])
+            written[peft.CONFIG] = peft.to_peft(state.model, config["base"]["path"])
             files = _one_file(temporary, files)
         elif len(state.plan.ranks) > 1:
             written[huggingface.INDEX] = state.plan.index()
@@ -260,7 +261,7 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != step:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
-        others = adapter.CONFIG, *[OPTIMIZER, RESIDUAL] * weights_only  # the first may be edited: a base that moved
+        others = peft.CONFIG, *[OPTIMIZER, RESIDUAL] * weights_only  # the first may be edited: a base that moved
         _compare(path, files, [name for name in files if not name.startswith(others)], show)
     return Checkpoint(path, step, config, updates)
 
@@ -296,7 +297,7 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
         try:
             return verify(path, weights_only, show)
         except CheckpointError as error:
-            if huggingface.is_unreadable(error.__cause__):
+            if is_unreadable(error.__cause__):
                 raise
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:

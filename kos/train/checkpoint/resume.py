@@ -8,7 +8,6 @@ number of replicas splits the sum among them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -22,18 +21,20 @@ from kos.commands import near
 from kos.errors import CheckpointError, ConfigError
 from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest
 from kos.train.checkpoint import find as find_checkpoint
-from kos.train.checkpoint.huggingface import TensorFiles, whole
+from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
-from kos.train.config import Changes, changes_of, flatten, of_0_2, option_of, weighted
+from kos.train.config import flatten, of_0_2, weighted
 from kos.train.config.options import KEYS, TrainConfig
 from kos.train.data.packing import FILE
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
+from kos.train.model import Changes, option_of, peft
 from kos.train.model.families import FAMILIES
+from kos.train.model.huggingface import whole
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Shape
-from kos.train.ops.fixed_order import ORDER
 from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.ops.parameters import Shape
 from kos.train.optim import frozen_in
+from kos.train.parallel.fixed_order import ORDER
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
 
     ``path`` is where the weights of the shape ``theirs`` are, and ``ours`` is the shape of the run.
     """
-    ours_values, theirs_values = ({"model_type": x.model_type, **dataclasses.asdict(x)} for x in (ours, theirs))
+    ours_values, theirs_values = map(dict, (ours, theirs))
     fixed = [name for name in ours_values if name not in ours.may_differ]
     if differ := [name for name in fixed if theirs_values[name] != ours_values[name]]:
         expected = ", ".join(f"{name} {'none' if (x := ours_values[name]) is None else x}" for name in differ)
@@ -175,7 +176,7 @@ def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> 
 def check_adapters(found: Checkpoint, config: TrainConfig, model: LlamaConfig, base: Mapping[str, str] | None) -> None:
     """Raise CheckpointError if a checkpoint has other adapters than ``model``, none where it has some, or another base.
     """
-    theirs = adapter.read(found.path, has_base=False).lora if adapter.is_folder(found.path) else None
+    theirs = peft.read(found.path, has_base=False).lora if peft.is_folder(found.path) else None
     ours = model.lora and model.lora._replace(targets=tuple(sorted(model.lora.targets)))
     if theirs != ours:
         expected, got = (
@@ -255,10 +256,10 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
 
     def other(what: Changes) -> list[str]:
         """The names of the options that have other values now, of those whose ``changes`` is ``what``."""
-        names = [key for key, field in KEYS.items() if changes_of(field) == what and key in ours]
+        names = [key for key, field in KEYS.items() if option_of(field).changes == what and key in ours]
         return [key.rpartition(".")[2] for key in names if theirs[key] != ours[key]]
 
-    was = config.model_copy(update={key: theirs[key] for key in KEYS if changes_of(KEYS[key]) == "rate"})
+    was = config.model_copy(update={key: theirs[key] for key in KEYS if option_of(KEYS[key]).changes == "rate"})
     rates = was.learning_rate(), config.learning_rate()
     changed = other("bits") + (other("rate") if _differ(*rates, found.step) else [])
     other_order = (theirs.get("epochs") is None) != (config.epochs is None)
@@ -298,7 +299,7 @@ def _settings(about: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
     names = [key for key in KEYS if not key.startswith("model.") or key in may_differ]
     defaults = {key: [*x] if isinstance(x := KEYS[key].get_default(), tuple) else x for key in names}  # as in JSON
     values = {key: given.get(key, defaults[key]) for key in names}
-    return {key: declared.same(value) if (declared := option_of(KEYS[key])) else value for key, value in values.items()}
+    return {key: option_of(KEYS[key]).same(value) for key, value in values.items()}
 
 
 def _differ(old: LearningRate, new: LearningRate, step: int) -> bool:

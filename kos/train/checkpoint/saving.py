@@ -27,7 +27,7 @@ import numpy as np
 from kos.errors import CheckpointError, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint.huggingface import as_saved, name_as_saved, shape_as_saved
-from kos.train.model.parameters import Shape
+from kos.train.ops.parameters import Shape
 from kos.train.parallel.failures import together
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from kos.memory.array import as_dtype
 from kos.train.layers import Placement
 from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig, Stages
-from kos.train.model.parameters import OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
 from kos.train.ops.fp8 import Quantized
-from kos.train.optim import overlap
+from kos.train.ops.parameters import OwnedSlices, Parameters, Shape, overlap
 from kos.train.parallel.data import DataParallel, make_buckets
 from kos.train.parallel.mesh import Layout, Mesh
 

@@ -1,42 +1,32 @@
-"""The ``model`` section of a configuration: the shape of the model, with Hugging Face's key names; and the presets.
+"""The presets, the names of settings, and the values of ``--data``, ``[[groups]]`` and ``--optimizer``.
 
-To read the command line, only the names of settings are needed.  So model families are imported later.  Both
-sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
+To read the command line, only the names of settings are needed.  So model families and update rules are imported where
+they are used.  A ``config`` is a ``TrainConfig``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import reprlib
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, create_model, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field
 
 from kos.errors import ConfigError, SettingError
-from kos.train.model.shape import ModelShape, Section
+from kos.train.model import Section, closest
 
 if TYPE_CHECKING:
-    from kos.train.model.llama import LlamaConfig
-from collections.abc import Iterable
-from difflib import get_close_matches
-
-from kos.train.config.optimizers import OPTIMIZERS
+    from kos.train.model.llama import LlamaConfig, Local
+    from kos.train.optim import Group, UpdateRule
+    from kos.train.optim.adamw import AdamW
 
 KINDS = "text, .jsonl, .csv, .tsv, .parquet, .json, a folder of kos tokenize, or token files"
 """The kinds of data that kos reads, for help and errors."""
 
 HOLD_OUT = 0.1
 """The fraction that is held out for validation: of a file, or of the files of a folder."""
-
-EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
-"""Of the types of pydantic's errors that have no such word in their text."""
-
 
 _WEIGHTED = re.compile(r"(.+):(\d{0,9}\.?\d{1,9})", re.DOTALL)
 
@@ -84,118 +74,6 @@ def flag_of(key: str) -> str:
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
-Changes = Literal["bits", "nothing", "rate", "order", "layout", "data", "state"]
-"""What another value of an option changes in a run that is resumed (``warn_of_changes`` of ``checkpoint.resume``):
-
-bits    the results of steps
-nothing no result of a step
-rate    the learning rates of the remaining steps
-order   the order in which ranks add, unless the run is deterministic
-layout  the number of ranks on an axis
-data    the data that is read; the fingerprint of the data detects a change
-state   which tensors have optimizer state, or the kind of this state: the checkpoint is refused
-"""
-
-
-class Option(NamedTuple):
-    """What a field declares of its flag, besides its type, its bounds, and its help, which is the field's docstring."""
-
-    unset: str = ""
-    """What a default of None, or an empty default, means."""
-
-    changes: Changes = "bits"
-    metavar: str = ""
-    """By default it follows from the type."""
-
-    title: str = ""
-    """The title of the group of ``--help`` that begins with this flag."""
-
-    several: bool = False
-    """Whether the flag can be repeated."""
-
-    path: bool = False
-    """Whether a value may be a path, which is found from another folder too."""
-
-    same: Callable[[Any], Any] = lambda value: value
-    """Two values with equal results of this function give the same bits."""
-
-    idle: Callable[[Any], str] = lambda config: ""
-    """The setting of a configuration because of which the flag has no effect, or ""."""
-
-
-def option(default: Any = ..., unset: str = "", changes: Changes = "bits", **declared: Any) -> Any:
-    """A field that is also a flag; without ``default`` the preset gives the value.
-
-    ``declared`` are fields of ``Option``, and bounds and other arguments of pydantic's ``Field``.
-    """
-    of_flag = {name: declared.pop(name) for name in Option._fields if name in declared}
-    extra: Any = {"option": Option(unset, changes, **of_flag)}
-    return Field(default, json_schema_extra=extra, **declared)
-
-
-def option_of(field: FieldInfo) -> Option | None:
-    """What a field declares of its flag; None if it is not a flag."""
-    extra: Any = field.json_schema_extra
-    return extra["option"] if isinstance(extra, dict) else None
-
-
-def changes_of(field: FieldInfo) -> Changes:
-    """What another value of this field changes: ``bits`` if the field is not a flag."""
-    return (option_of(field) or Option()).changes
-
-
-def _shape_fields() -> dict[str, Any]:
-    """The fields of ``ModelSection``: those of ``ModelShape``, which a run's settings may leave open."""
-    families = "Family of the model: llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3."
-    title = "Shape of the model (a preset or --init-from gives it)"
-    found: dict[str, Any] = {"model_type": (str, option("llama", title=title, description=families))}
-    kinds = get_type_hints(ModelShape)
-    for each in dataclasses.fields(ModelShape):
-        about, default = each.metadata, each.metadata["of_run"]
-        kind = kinds[each.name] | None if default is None else kinds[each.name]
-        declared = option(default, about["unset"], about["changes"], description=about["about"], **about["bounds"])
-        found[each.name] = (kind, declared if about["about"] else default)
-    return found
-
-
-_SHAPE: Any = create_model("_SHAPE", __base__=Section, **_shape_fields())
-
-
-class ModelSection(_SHAPE):
-    """The settings of a run's model: those of ``ModelShape``, of which some may be left open."""
-
-    @field_validator("layer_types", "no_rope_layers", mode="before")
-    @classmethod
-    def _tuple(cls, given: Any) -> Any:
-        return tuple(given) if isinstance(given, list) else given
-
-    def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
-        """The model's shape; sizes that were left open follow from the tokenizer's vocabulary and the run's context."""
-        from kos.train.model.families import FAMILIES, rotated_layers
-
-        width, heads, family = self.hidden_size, self.num_attention_heads, FAMILIES[self.model_type]
-        interval = family.defaults.get("no_rope_layer_interval", 0)
-        if self.head_dim is None and width % heads:
-            raise SettingError("hidden_size", f"a multiple of {heads}", width, "num_attention_heads")
-        values: dict[str, Any] = {
-            "vocab_size": vocab_size, "max_position_embeddings": context,
-            "num_key_value_heads": heads, "head_dim": width // heads, "rope_scaling": self.rope_scaling,
-            "no_rope_layers": rotated_layers(self.num_hidden_layers, interval),
-        }  # fmt: skip
-        values |= self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
-        return family(**values)
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelSection:
-        from kos.train.model.families import FAMILIES
-
-        if self.model_type not in FAMILIES:
-            near = closest(self.model_type, FAMILIES)
-            raise SettingError("model_type", f"one of {', '.join(FAMILIES)}{near}", self.model_type)
-        self.resolve(2**63, 1)  # refuses a shape that cannot be
-        return self
-
-
 class GroupSection(Section):
     """A table of ``[[groups]]``: settings of the tensors whose names match ``pattern``, and no pattern before it.
 
@@ -205,29 +83,6 @@ class GroupSection(Section):
     pattern: str = Field(min_length=1)
     lr: float | None = Field(None, gt=0)
     weight_decay: float | None = Field(None, ge=0)
-
-
-def one_line(error: ValidationError, labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The first error that pydantic found, as ``where: expected X, got Y``.
-
-    ``labels`` gives the name of each key that the text has.
-    """
-    first = error.errors()[0]
-    kind, got, path = first["type"], first["input"], [x for x in first["loc"] if isinstance(x, str)]
-    if kind == "value_error":
-        wrong, names = first["ctx"]["error"], {key.rpartition(".")[2]: label for key, label in labels.items()}
-        key, because_of = (names.get(key, key) for key in (wrong.key, wrong.because_of))
-        return str(SettingError(key, wrong.expected, wrong.got, because_of))
-    depth = 2 if path[0] == "model" else 1
-    key = ".".join(path[:depth])
-    where = ".".join([labels.get(key, key), *path[depth:]])
-    if kind == "missing":
-        return f"{where}: expected a value, got none"
-    if kind == "extra_forbidden":
-        near = "" if path[depth:] else suggestion(key, [x for x in labels if x != key])
-        return f"{where}: expected a known key{near}, got {path[-1]!r}"
-    expected = EXPECTED.get(kind) or first["msg"].partition(" should ")[2].removeprefix("be ").removeprefix("have ")
-    return f"{where}: expected {'a number ' * kind.startswith(('greater', 'less'))}{expected}, got {reprlib.repr(got)}"
 
 
 class Preset(NamedTuple):
@@ -274,7 +129,56 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return closest(word, known, 0.75)
 
 
-def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`` (closest: X)``, or nothing if the similarity of all, from 0 to 1, is below ``cutoff``."""
-    near = get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f" (closest: {near[0]})" if near else ""
+# --- the values of --optimizer: their update rules, and the parameter groups of a run with them --------------
+
+
+def matrices_decayed(config: Any, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
+    """One rule for all weights."""
+    from kos.train.optim import decay_matrices
+
+    return decay_matrices({name: at.local for name, at in config.trained(model, parts).items()}, config.weight_decay)
+
+
+def hidden_matrices_by_muon(config: Any, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
+    """Muon's are the matrices of layers."""
+    from kos.train.optim import Group
+    from kos.train.optim.muon import Muon
+
+    placements = config.trained(model, parts)
+    matrices = {name: at for name, at in placements.items() if len(at.shape) == 2}
+    hidden = {name: at for name, at in matrices.items() if name not in (*model.tables, model.head)}
+    rule = Muon(hidden, model.stacked, config.momentum)
+    return [
+        Group(hidden, config.weight_decay, (config.muon_lr or config.lr) / config.lr, rule),
+        Group(matrices.keys() - hidden, config.weight_decay), Group(placements.keys() - matrices),
+    ]  # fmt: skip
+
+
+def adamw(config: Any) -> AdamW:
+    from kos.train.optim.adamw import AdamW
+
+    return AdamW((config.beta1, config.beta2), config.eps)
+
+
+class Chosen(NamedTuple):
+    """What a value of ``--optimizer`` stands for."""
+
+    rule: Callable[[Any], UpdateRule]
+    groups: Callable[[Any, LlamaConfig, Sequence[Local]], list[Group]]
+    options: tuple[str, ...]
+    """Those of its rules."""
+
+
+OptimizerName = Literal["adamw", "muon"]
+OF_ADAMW, OF_MUON = ("beta1", "beta2", "eps"), ("momentum", "muon_lr")
+OPTIMIZERS: dict[OptimizerName, Chosen] = {
+    "adamw": Chosen(adamw, matrices_decayed, OF_ADAMW),
+    "muon": Chosen(adamw, hidden_matrices_by_muon, OF_ADAMW + OF_MUON),
+}
+
+
+def not_of(optimizer: Any) -> set[str]:
+    """The options that only other optimizers have."""
+    of_all = {name for each in OPTIMIZERS.values() for name in each.options}
+    known = isinstance(optimizer, str) and optimizer in OPTIMIZERS
+    return of_all.difference(OPTIMIZERS[optimizer].options if known else of_all)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import CheckpointError, ConfigError
-from kos.train.config import ModelSection, Option, flag_of, flatten, option_of
+from kos.train.config import flag_of, flatten
+from kos.train.model import option_of
+from kos.train.model.shape import ModelShape
 
 Layer = tuple[str, Mapping[str, Any]]
 """Where settings come from, and the settings.  Later layers override earlier ones."""
@@ -67,22 +69,22 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
     Raises ConfigError if a layer sets a shape that differs from that of the model in the folder. A layer may set the
     scale of the initial weights, and for a LLaMA the length of the context.
     """
-    from kos.train.checkpoint import adapter
-    from kos.train.checkpoint.huggingface import read_config
+    from kos.train.model import peft
+    from kos.train.model.huggingface import read_config
 
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
         raise ConfigError(f"--init-from: expected a folder of weights, such as {run / 'step-N'}, got the run {folder}")
     adapters = dict[str, Any]()
     try:
-        if adapter.is_folder(folder):
-            adapter.model_of(folder)  # checks the targets
-            lora, folder = adapter.read(folder, trains=True)
+        if peft.is_folder(folder):
+            peft.model_of(folder)  # checks the targets
+            lora, folder = peft.read(folder, trains=True)
             adapters = dict(zip(("lora", "lora_alpha", "lora_targets"), lora, strict=True))
         model = read_config(folder)
     except CheckpointError as error:
         raise ConfigError(f"--init-from: {error}") from None
-    shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
+    shape: dict[str, Any] = dict(model)
     del shape["lora"]
     shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
     given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
@@ -98,7 +100,7 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            declared = option_of(ModelSection.model_fields[name]) or Option()
-            wanted = declared.unset or "none" if expected is None else expected
+            unset = option_of(ModelShape.model_fields[name]).unset
+            wanted = unset or "none" if expected is None else expected
             raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
     return str(folder / "config.json"), {"model": shape, **adapters}

@@ -21,19 +21,18 @@ from kos.errors import ConfigError
 from kos.reporting import Parser
 from kos.train.config import (
     PRESETS,
-    Option,
     by_source,
     flag_of,
     flatten,
+    not_of,
     of_0_2,
-    option_of,
     preset_values,
     suggestion,
     unique_keys,
 )
 from kos.train.config.fine_tuning import Layer, with_model
-from kos.train.config.optimizers import not_of
 from kos.train.config.options import KEYS, TrainConfig, configure
+from kos.train.model import option_of
 
 NO_PATHS = (None, "stdlib", "auto", "bytes")
 """Values of options with a ``path`` that are no paths."""
@@ -60,13 +59,9 @@ def _value(field: FieldInfo, text: str) -> Any:
     return text
 
 
-def _option(field: FieldInfo) -> Option:
-    return option_of(field) or Option()
-
-
 def _help(field: FieldInfo, default: Any) -> str:
     """The docstring of the field and its default."""
-    default = (_option(field).unset or "none") if default in (None, "", ()) else default
+    default = (option_of(field).unset or "none") if default in (None, "", ()) else default
     shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
     return " ".join(f"{field.description} Default: {shown}.".split()).replace("%", "%%")
 
@@ -86,7 +81,7 @@ def add_flag(group: Any, key: str, default: Any, text: str | None = None) -> Non
     """Add the flag of the setting ``key``.  Its help is ``text``, or else that of the field with the ``default``."""
     field, kind = KEYS[key], dict[str, Any](action=argparse.BooleanOptionalAction)
     if field.annotation is not bool:
-        declared = _option(field)
+        declared = option_of(field)
         metavar = declared.metavar or {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME")
         action = "append" if declared.several else _Once if key == "val_data" else "store"
         kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
@@ -107,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     groups, preset = dict[str, Any](), flatten("preset", preset_values(KEYS["preset"].default))
     for key, field in KEYS.items():
-        if (declared := option_of(field)) is None:
+        if not (declared := option_of(field)).flag:
             continue
         if declared.title:
             groups[key] = group = parser.add_argument_group(declared.title)
@@ -134,7 +129,7 @@ def read_command_line(argv: Sequence[str]) -> list[Layer]:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
-        flags = [flag_of(key) for key, field in KEYS.items() if option_of(field)]
+        flags = [flag_of(key) for key, field in KEYS.items() if option_of(field).flag]
         near = suggestion(word, [*flags, "--config"])
         raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
     given = vars(arguments)
@@ -201,7 +196,7 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"--config {path}: expected a run of kos 0.3 or later, got one of {version}")
     values, folder = dict(run["config"]), str(run.get("cwd", "."))
     elsewhere = not (os.path.isdir(folder) and os.path.samefile(folder, "."))
-    for key in (key for key, field in KEYS.items() if elsewhere and _option(field).path):
+    for key in (key for key, field in KEYS.items() if elsewhere and option_of(field).path):
         if isinstance(several := values.get(key), list):
             parts = (str(each).rpartition(":") for each in several)
             values[key] = ["".join([_found(folder, name), *weight]) for name, *weight in parts]
@@ -230,6 +225,6 @@ def without_effect(
 
     ``ignored`` has the settings that do not apply to the data.
     """
-    reasons = {key: reason for key, field in KEYS.items() if (reason := _option(field).idle(config))} | dict(ignored)
+    reasons = {key: reason for key, field in KEYS.items() if (reason := option_of(field).idle(config))} | dict(ignored)
     given = [name for name in reasons if asked[name] not in (KEYS[name].default, [])]
     return [f"{flag_of(name)} ({reasons[name]})" for name in given]

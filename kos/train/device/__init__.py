@@ -21,18 +21,17 @@ from kos.train.data.batches import LEFT_OUT, Batches, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
 from kos.train.data.own import Rows
 from kos.train.generate import Decoder
-from kos.train.layers import Weights
 from kos.train.layers.attention import Cache
 from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
-from kos.train.ops import Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch, Loss
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.failures import LEAVE, STOP, gather_json, on_every_rank, raised_on_every_rank
+from kos.train.parallel.gradients import Weights
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only

@@ -37,18 +37,18 @@ from kos.train.data.batches import Batches
 from kos.train.device import Device, Piece
 from kos.train.device.dry_run import plan_memory, slow_attention
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
-from kos.train.layers import Gradients, Placement, Weights
+from kos.train.layers import Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
-from kos.train.model.parameters import Parameters
-from kos.train.ops import Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch, Loss
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.numpy_optimizer import SCALARS
+from kos.train.ops.parameters import Parameters
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.failures import gather_json, together
+from kos.train.parallel.gradients import Gradients, Weights
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.schedules import Action
 from kos.train.step import REPORT, Step, StepResult

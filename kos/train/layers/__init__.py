@@ -1,4 +1,4 @@
-"""What the sublayers of a rank compute with in a pass, what a backward reports to, where parts of tensors lie."""
+"""What the sublayers of a rank compute with in a pass, and where parts of tensors lie."""
 
 from __future__ import annotations
 
@@ -7,27 +7,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array
-from kos.train.ops.batch import Batch
+from kos.train.ops import Array, Batch
 from kos.train.parallel.context import ContextParallel, Masks
+from kos.train.parallel.gradients import Gradients, Weights
 from kos.train.parallel.tensor import TensorParallel
-
-Weights = Mapping[str, Array]
-
-LOOKUPS = "lookups"
-"""The name of the gradient of a tied embedding's lookups; ``--deterministic`` sums it apart from the head's."""
-
-
-class Gradients(NamedTuple):
-    """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
-
-    Frozen weights are not in ``of``. ``final`` takes the name of a tensor or of a group. The calls come in the order in
-    which the gradients lie in memory. Tensors that every rank of tp holds whole are an exception: they lie last.
-    """
-
-    of: Weights
-    accumulate: bool
-    final: Callable[[str], object]
 
 
 class PassContext(NamedTuple):

@@ -6,9 +6,8 @@ from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.layers import PassContext, Placement
-from kos.train.ops import Array
+from kos.train.ops import Array, Normalize
 from kos.train.ops.linear import bias_of
-from kos.train.ops.norm import Normalize
 
 
 class Norm:

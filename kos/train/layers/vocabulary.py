@@ -9,9 +9,10 @@ from itertools import chain
 from typing import Any
 
 from kos.memory.arena import Arena
-from kos.train.layers import LOOKUPS, PassContext, Placement
+from kos.train.layers import PassContext, Placement
 from kos.train.layers.norm import Norm
 from kos.train.ops import Array, Loss
+from kos.train.parallel.gradients import LOOKUPS
 
 
 class Embedding:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Parameters
+from kos.train.ops.parameters import Parameters
 
 BLOCK = 1 << 26  # elements with a random generator of their own: half a second of one core
 

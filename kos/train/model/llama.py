@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import accumulate, chain
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,6 +20,7 @@ from kos.train.layers.mlp import MLP
 from kos.train.layers.norm import Norm
 from kos.train.layers.sublayer import Sublayer
 from kos.train.layers.vocabulary import Embedding, Head
+from kos.train.model import option_of
 from kos.train.model.shape import ModelShape
 from kos.train.ops import attended_pairs
 
@@ -84,19 +84,18 @@ class FlopsPerToken(NamedTuple):
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FAMILY_SETTINGS = tuple(each.name for each in fields(ModelShape) if each.metadata["optional"])
+FAMILY_SETTINGS = tuple(name for name, field in ModelShape.model_fields.items() if option_of(field).optional)
 """Settings that only some families have (``LlamaConfig.takes``)."""
 
 
-@dataclass(frozen=True)
 class LlamaConfig(ModelShape):
-    """The shape of a model.  ConfigError if it is impossible.
+    """The shape of a model, with every size.  ConfigError if it is impossible.
 
     With a ``sliding_window`` all layers have it, or those that ``layer_types`` names.  In ``no_rope_layers`` a 0 is a
     layer without rotary positions; by default none is.
     """
 
-    model_type: ClassVar[str] = "llama"
+    kind: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     takes: ClassVar[frozenset[str]] = frozenset({"attention_bias", "mlp_bias"})
     """The optional settings of ``config.json`` that this family supports, of FAMILY_SETTINGS and of ``fixed``."""
@@ -117,10 +116,21 @@ class LlamaConfig(ModelShape):
     fixed: ClassVar[tuple[str, ...]] = ()
     """Settings that have one value in this family, whatever the preset gives to a LLaMA; ``config.json`` lacks them."""
 
+    vocab_size: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    no_rope_layers: tuple[int, ...] = ()
     lora: Lora | None = None
     """The adapters of the layers; ``base`` is the model without them."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values | {"model_type": self.kind})
+        self.check()
+
+    def check(self) -> None:
+        """SettingError if this shape is impossible."""
         for name in FAMILY_SETTINGS:
             if (got := getattr(self, name)) and name not in self.takes:
                 raise SettingError(name, f"none in a model of type {self.model_type}", got)
@@ -140,6 +150,10 @@ class LlamaConfig(ModelShape):
             expected = f"none, or a row of the embedding, 0 to {self.vocab_size - 1}"
             raise SettingError("pad_token_id", expected, self.pad_token_id, "vocab_size")
 
+    def replace(self, **changes: Any) -> Self:
+        """The same with some settings changed, and checked."""
+        return type(self)(**{**dict(self), **changes})
+
     @property
     def head(self) -> str:
         """The matrix that makes the logits."""
@@ -153,7 +167,7 @@ class LlamaConfig(ModelShape):
     @property
     def base(self) -> Self:
         """The model without adapters."""
-        return replace(self, lora=None)
+        return self.replace(lora=None)
 
     def adapted(self, rank: int, alpha: float, targets: Iterable[str] = ()) -> Self:
         """The model with adapters of all matrices of its layers, or of ``targets`` alone.
@@ -166,12 +180,13 @@ class LlamaConfig(ModelShape):
         ))  # fmt: skip
         if unknown := [name for name in targets if name not in known]:
             raise SettingError("--lora-targets", f"some of {', '.join(known)}", unknown[0])
-        return replace(self, lora=Lora(rank, alpha, tuple(name for name in known if name in (targets or known))))
+        lora = Lora(rank, alpha, tuple(name for name in known if name in (targets or known)))
+        return self.replace(lora=lora)
 
     def first_layers(self, layers: int) -> Self:
         """The same model with its first layers only."""
         each = {name: getattr(self, name)[:layers] for name in ("layer_types", "no_rope_layers")}
-        return replace(self, num_hidden_layers=min(layers, self.num_hidden_layers), **each)
+        return self.replace(num_hidden_layers=min(layers, self.num_hidden_layers), **each)
 
     # --- the model as a list of sublayers --------------------------------------------------------------
 

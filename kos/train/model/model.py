@@ -20,16 +20,17 @@ import numpy as np
 
 from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
-from kos.train.layers import Gradients, PassContext, Weights
+from kos.train.layers import PassContext
 from kos.train.layers.attention import Attention, Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.ops import Array, Loss, fixed_order
-from kos.train.ops.batch import Batch
-from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
+from kos.train.ops import Array, Batch, Loss
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
+from kos.train.parallel import fixed_order
 from kos.train.parallel.context import ContextParallel, FixedContext, Masks
+from kos.train.parallel.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
+from kos.train.parallel.gradients import Gradients, Weights
 from kos.train.parallel.mesh import ALONE, Axis, Layout, Mesh
 from kos.train.parallel.tensor import FixedTensorParallel, Half, PlainTensorParallel, TensorParallel
 
@@ -84,7 +85,7 @@ class Model:
     """The layers of ``local`` over ``ops``, a dialect or what wraps one. Holds no weights: only shapes, and scratch.
 
     ``weights`` and ``gradients`` are mappings from names to arrays that also know the names of
-    ``config.fused_groups()`` (``kos.train.model.parameters.Parameters``).  Fields of a batch
+    ``config.fused_groups()`` (``kos.train.ops.parameters.Parameters``).  Fields of a batch
     are (B, T), on the host or where ``ops`` has its arrays.
 
     ``recompute`` names the arena of what a forward saves (``_save``). What is cheap to make again are the outputs of

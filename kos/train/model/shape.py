@@ -3,27 +3,15 @@
 The command line imports this module, so it imports neither NumPy nor a layer.
 """
 
-# ruff: noqa: RUF009 - declare returns a field
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, field_validator
 
-
-class Section(BaseModel):
-    """A section of a configuration, with typed values; unknown keys are refused.
-
-    Its validator is built at the first use, because ``--help`` does not need it.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
-    )
-
+from kos.train.model import Section, option
 
 KEYS = {
     "linear": ("factor",),
@@ -114,59 +102,53 @@ class RopeScaling(Section):
         return [part * frequency / self.factor + (1 - part) * frequency for frequency, part in each]
 
 
-def declare(
-    about: str = "", default: Any = MISSING, unset: str | None = None, *, of_run: Any = MISSING,
-    changes: str = "bits", gpt2: str = "", optional: bool = False, **bounds: Any,
-) -> Any:  # fmt: skip
-    """A setting of a model.
+class ModelShape(Section, use_attribute_docstrings=True):
+    """The settings of a model: the section ``model`` of a run's settings, in which sizes may be left open.
 
-    - ``about``: the help of its flag. Without it, there is no flag.
-    - ``default``: that of a model. ``of_run`` is that of a run's settings, if it is another.
-    - ``unset``: what it means if a run's settings leave it open.
-    - ``changes``: as ``option`` of ``kos.train.config``.
-    - ``gpt2``: its key in a GPT-2's ``config.json``, if that is not a LLaMA's.
-    - ``optional``: whether only some families have it (``LlamaConfig.takes``).
-    - ``bounds``: those of pydantic's ``Field``.
-    """
-    if of_run is MISSING:
-        of_run = None if unset is not None else ... if default is MISSING else default
-    about_it = {"about": about, "unset": unset or "", "of_run": of_run, "changes": changes, "gpt2": gpt2}
-    return field(default=default, metadata={**about_it, "optional": optional, "bounds": bounds})
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The settings of a model, with the keys that Hugging Face's ``config.json`` has for a LLaMA.
-
-    From them follow the section ``model`` of a run's settings, the flags and their help, and ``config.json``.
+    The keys are those of Hugging Face's ``config.json`` for a LLaMA. The flags, their help and ``config.json`` follow
+    from the fields. ``resolve`` of ``kos.train.model.families`` makes the family's ``LlamaConfig`` of them, which has
+    the same fields, none of them open.
     """
 
-    vocab_size: int = declare("Rows of the embedding.", unset="as many as the tokenizer has tokens", ge=1, lt=2**63)
-    hidden_size: int = declare("Width of the residual stream.", gpt2="n_embd", ge=2, lt=2**63)
-    intermediate_size: int = declare("Width of the MLP.", gpt2="n_inner", ge=1, lt=2**63)
-    num_hidden_layers: int = declare("Number of decoder layers.", gpt2="n_layer", ge=1, le=100_000)
-    num_attention_heads: int = declare("Number of query heads.", gpt2="n_head", ge=1, lt=2**63)
-    num_key_value_heads: int = declare("Number of key/value heads.", unset="as many as query heads", ge=1)
-    head_dim: int = declare("Width of a head.", unset="hidden size / query heads", ge=2, lt=2**63)
-    max_position_embeddings: int = declare(
-        "Longest context in tokens.", 2048, "--seq-len", changes="nothing", gpt2="n_positions", ge=1
-    )
-    rms_norm_eps: float = declare("Epsilon of the norms.", 1e-5, gpt2="layer_norm_epsilon", gt=0)
-    rope_theta: float = declare("Base of the rotary frequencies.", 10_000.0, gt=0)
-    rope_scaling: RopeScaling | None = declare("", None)
-    tie_word_embeddings: bool = declare("Use one matrix for embedding and head.", False, of_run=True)
-    initializer_range: float = declare("Standard deviation of the initial weights.", 0.02, changes="nothing", gt=0)
-    attention_bias: bool = declare(
-        "Add biases to attention's matrices (llama, olmo2, qwen3, smollm3).", False, optional=True
-    )
-    mlp_bias: bool = declare("Add biases to the matrices of the MLP (llama, smollm3).", False, optional=True)
-    sliding_window: int | None = declare(
-        "Tokens that a token attends to at most, including itself (mistral, qwen2, qwen3, smollm3).",
-        None, "no window", optional=True, ge=1,
-    )  # fmt: skip
-    layer_types: tuple[str, ...] = declare("", (), optional=True)
-    no_rope_layers: tuple[int, ...] = declare("", (), of_run=None, optional=True)
-    pad_token_id: int | None = declare(
-        "Padding token: its row of the embedding starts as zeros, and lookups do not train this row.",
-        None, "none", ge=-(2**63), lt=2**63,
-    )  # fmt: skip
+    model_type: str = option("llama", title="Shape of the model (a preset or --init-from gives it)")
+    """Family of the model: llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3."""
+    vocab_size: int | None = option(None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
+    """Rows of the embedding."""
+    hidden_size: int = option(gpt2="n_embd", ge=2, lt=2**63)
+    """Width of the residual stream."""
+    intermediate_size: int = option(gpt2="n_inner", ge=1, lt=2**63)
+    """Width of the MLP."""
+    num_hidden_layers: int = option(gpt2="n_layer", ge=1, le=100_000)
+    """Number of decoder layers."""
+    num_attention_heads: int = option(gpt2="n_head", ge=1, lt=2**63)
+    """Number of query heads."""
+    num_key_value_heads: int | None = option(None, "as many as query heads", ge=1)
+    """Number of key/value heads."""
+    head_dim: int | None = option(None, "hidden size / query heads", ge=2, lt=2**63)
+    """Width of a head."""
+    max_position_embeddings: int | None = option(None, "--seq-len", changes="nothing", gpt2="n_positions", ge=1)
+    """Longest context in tokens."""
+    rms_norm_eps: float = option(1e-5, gpt2="layer_norm_epsilon", gt=0)
+    """Epsilon of the norms."""
+    rope_theta: float = option(10_000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = option(True)
+    """Use one matrix for embedding and head."""
+    initializer_range: float = option(0.02, changes="nothing", gt=0)
+    """Standard deviation of the initial weights."""
+    attention_bias: bool = option(False, optional=True)
+    """Add biases to attention's matrices (llama, olmo2, qwen3, smollm3)."""
+    mlp_bias: bool = option(False, optional=True)
+    """Add biases to the matrices of the MLP (llama, smollm3)."""
+    sliding_window: int | None = option(None, "no window", optional=True, ge=1)
+    """Tokens that a token attends to at most, including itself (mistral, qwen2, qwen3, smollm3)."""
+    layer_types: tuple[str, ...] = option((), flag=False, optional=True)
+    no_rope_layers: tuple[int, ...] | None = option(None, flag=False, optional=True)
+    pad_token_id: int | None = option(None, "none", ge=-(2**63), lt=2**63)
+    """Padding token: its row of the embedding starts as zeros, and lookups do not train this row."""
+
+    @field_validator("layer_types", "no_rope_layers", mode="before")
+    @classmethod
+    def _tuple(cls, given: Any) -> Any:
+        return tuple(given) if isinstance(given, list) else given

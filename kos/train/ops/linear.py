@@ -1,7 +1,7 @@
 """Operations that wrap operations: a layer calls them, and does not know how a product is computed.
 
 ``LinearOps`` passes on to a dialect, and adds what layers ask besides its operations. ``kos.train.ops.fp8`` computes
-the products of linear layers in 8 bits, ``kos.train.ops.fixed_order`` all sums in an order that no layout changes.
+the products of linear layers in 8 bits, ``kos.train.parallel.fixed_order`` all sums in an order that no layout changes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array
-from kos.train.ops.norm import Normalize
+from kos.train.ops import Array, Normalize
 
 
 def bias_of(name: str) -> str:

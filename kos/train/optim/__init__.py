@@ -16,10 +16,10 @@ import numpy as np
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.model.parameters import OwnedSlices, Parameters, Shape, packed
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.numpy_optimizer import CHUNKS, SCALARS, SHAPES, LearningRate
+from kos.train.ops.parameters import OwnedSlices, Parameters, Shape, overlap, packed
 from kos.train.parallel.mesh import ALONE, Axis
 
 CHUNK = 16_384
@@ -33,7 +33,7 @@ Update = Callable[[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray], No
 class UpdateRule:
     """How an optimizer updates weights, and which state it keeps for them.
 
-    A new rule is a file beside ``adamw.py``, a kernel, and an entry in ``OPTIMIZERS`` (``config/optimizers.py``). The
+    A new rule is a file beside ``adamw.py``, a kernel, and an entry in ``OPTIMIZERS`` (``config/__init__.py``). The
     tests of rules run every entry. Checkpoints, plans and ZeRO-1 follow from the fields below.
 
     On GPUs, the update is the CUDA kernel named ``kernel`` in ``ops/cuda/kernels/KERNEL.cu``. ``CudaOps.update`` passes
@@ -129,11 +129,6 @@ def state_of(
 
 def elements(slices: Sequence[slice]) -> int:
     return sum(part.stop - part.start for part in slices)
-
-
-def overlap(a: slice, b: slice) -> slice | None:
-    start, stop = max(a.start, b.start), min(a.stop, b.stop)
-    return slice(start, stop) if start < stop else None
 
 
 def decay_matrices(shapes: Mapping[str, Shape], decay: float = 0.1) -> list[Group]:

@@ -23,7 +23,7 @@ import numpy as np
 from kos.errors import InvalidArgument
 from kos.memory.arena import ALIGNMENT
 from kos.train.layers import Placement
-from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import MatrixRule, Optimizer
 
 PARTIAL = 256  # bytes: of the sums of a norm

@@ -22,9 +22,9 @@ from dataclasses import replace
 import numpy as np
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array, Attend, Mask, Ops, attended_pairs
-from kos.train.ops.batch import Batch
-from kos.train.ops.fixed_order import Split, equal_parts, scatter_sum, sum_tree
+from kos.train.ops import Array, Attend, Batch, Mask, attended_pairs
+from kos.train.ops.protocol import Ops
+from kos.train.parallel.fixed_order import Split, equal_parts, scatter_sum, sum_tree
 from kos.train.parallel.mesh import ALONE, Axis
 
 Parts = Iterator[tuple[int, Array, Array | None]]
@@ -202,9 +202,9 @@ class ContextParallel:
 class FixedContext(ContextParallel):
     """``ContextParallel`` with ``--deterministic``: attention of this rank's pieces to the pieces of all ranks.
 
-    A piece of a sequence in the order of ``split`` (``kos.train.ops.fixed_order``) takes the place of a rank. Attention
-    is to its own keys with the causal mask, then to those of every other piece, in a fixed order, with the same shapes
-    in every layout. The gradients of keys and values are a tree over the pieces.
+    A piece of a sequence in the order of ``split`` (``fixed_order.py``) takes the place of a rank. Attention is to its
+    own keys with the causal mask, then to those of every other piece, in a fixed order, with the same shapes in every
+    layout. The gradients of keys and values are a tree over the pieces.
     """
 
     def __init__(self, ops: object, axis: Axis, split: Split) -> None:

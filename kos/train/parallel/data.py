@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kos.train.model.parameters import OnFirstRead, OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.parameters import OnFirstRead, OwnedSlices, Parameters, Shape
 from kos.train.parallel.mesh import Axis, Reduction
 
 if TYPE_CHECKING:

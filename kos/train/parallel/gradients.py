@@ -17,16 +17,34 @@ After the sum over dp, the first rank then broadcasts its result to the other ho
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kos.comm.communicator import Communicator
-from kos.train.layers import LOOKUPS, Gradients, Weights
-from kos.train.model.model import Model
-from kos.train.optim import overlap
+from kos.train.ops import Array
+from kos.train.ops.parameters import overlap
 from kos.train.parallel.data import DataParallel, TreeSum
 from kos.train.parallel.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from kos.comm.communicator import Communicator
+
+Weights = Mapping[str, Array]
+
+LOOKUPS = "lookups"
+"""The name of the gradient of a tied embedding's lookups; ``--deterministic`` sums it apart from the head's."""
+
+
+class Gradients(NamedTuple):
+    """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
+
+    Frozen weights are not in ``of``. ``final`` takes the name of a tensor or of a group. The calls come in the order in
+    which the gradients lie in memory. Tensors that every rank of tp holds whole are an exception: they lie last.
+    """
+
+    of: Weights
+    accumulate: bool
+    final: Callable[[str], object]
 
 
 class GradientSums:
@@ -37,7 +55,7 @@ class GradientSums:
     """
 
     def __init__(
-        self, model: Model, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
+        self, model: Any, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
         lookups: TreeSum | None = None,
     ) -> None:  # fmt: skip
         self.model, self.parallel, self.micro_batches = model, parallel, micro_batches
@@ -46,7 +64,7 @@ class GradientSums:
         self.replicated = {name for name in self.gradients if placements[name].dim is None}
         """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
         self.copied = {name for name in self.gradients if placements[name].copies > 1}
-        self._holders = dict[str, Communicator]()
+        self._holders: dict[str, Communicator] = {}
         """For each tensor with copies outside the ranks of ``parallel``: the communicator of its holders."""
         if tensor.size > 1 and parallel.tree is None:
             self._holders |= dict.fromkeys(self.replicated, tensor.axis.comm)

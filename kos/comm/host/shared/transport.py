@@ -143,7 +143,7 @@ class SharedMemoryTransport:
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
-        prepared.plan = call, puts, gets
+        prepared.plan, prepared.in_core = (call, puts, gets), prepared.launch == self.start
 
     def _bind_receive(self, prepared: Prepared) -> None:
         """Have the core look for the message of a receive first, before ``kos.comm.matching`` runs it."""
@@ -154,6 +154,7 @@ class SharedMemoryTransport:
                 _OPERATIONS["recv"], DTYPE_CODES[dtype], 0, 0, count, o.recv is None, None, None, 0, message.src,
                 0, message.recv_tag, 0,
             ), False, o.recv is not None  # fmt: skip
+            prepared.in_core = prepared.plan[0] is not None
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
         """Begin a call, or continue ``left``, which the core has begun.  Returns its steps; None if it is complete."""
@@ -183,20 +184,6 @@ class SharedMemoryTransport:
     def _waits(self, message: Message) -> bool:
         """Whether a message has a receive, which comes after those that wait with its tag."""
         return message.src is not None and message.recv_tag in self.waiting
-
-    def describe(self, work: Work[Any], x: int, out: int, *_: Any) -> tuple[Any, int, int, None]:
-        """The call that the core makes for calls like ``work``, and the arguments that it reads and writes.
-
-        ``x`` and ``out`` are the arguments that are the input and output of the operation, or -1.  The call is None if
-        the core cannot start such calls, for example because they run by a schedule, or return a new array.
-        """
-        prepared, send, recv = work.prepared, work.send, work.recv
-        starts = prepared.plan is not None and prepared.launch != self._start_scaled
-        starts = starts and (prepared.blocking or self._engine.thread is None) and (out >= 0 or not prepared.has_output)
-        if not starts or (send is not None and not send.size) or (recv is not None and not recv.size):
-            return None, x, out, None
-        call, puts, gets = prepared.plan
-        return call, x if puts else -1, out if gets else -1, None
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""

@@ -117,3 +117,8 @@ def packed(slices: Sequence[slice]) -> list[tuple[slice, slice]]:
     """Each of ``slices``, and its place where they lie one after another."""
     ends = list(itertools.accumulate((part.stop - part.start for part in slices), initial=0))
     return [*zip(slices, map(slice, ends, ends[1:]), strict=True)]
+
+
+def overlap(a: slice, b: slice) -> slice | None:
+    start, stop = max(a.start, b.start), min(a.stop, b.stop)
+    return slice(start, stop) if start < stop else None
