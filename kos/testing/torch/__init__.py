@@ -29,8 +29,7 @@ from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, Rank
 from kos.testing import Deadlock, Fault, _check_function, _host_names
 from kos.testing.faults import FaultPlan
 from kos.testing.torch.findings import differing, place
-from kos.testing.torch.monitor import Mistake
-from kos.testing.torch.rank import Job
+from kos.testing.torch.monitor import Job, Mistake
 from kos.testing.torch.supervisor import GRACE_SECONDS, supervise
 
 __all__ = ["Deadlock", "Fault", "Mistake", "spawn"]

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 from kos.errors import CollectiveError, CollectiveMismatch
 from kos.interop.torch import works
 from kos.interop.torch.launch import _in_library
-from kos.testing.torch.rank import Job
+from kos.testing.faults import FaultPlan
 
 LOOK_SECONDS = 0.04  # between two looks at what the rank waits for
 KEPT = 20_000
@@ -33,6 +33,26 @@ _HELPERS = "kos-", "kos ", "QueueFeederThread"  # threads that never make a call
 
 class Mistake(CollectiveError):
     """A mistake of the program that this run has survived, but that other runs or backends would not."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of one ``spawn`` runs.  ``hosts`` are the names of the pretended hosts, by rank."""
+
+    fn: Callable[..., Any] | list[Any]
+    size: int
+    timeout: float
+    backend: str
+    init: bool
+    hosts: Sequence[str | None]
+    plan: FaultPlan
+    env: Mapping[str, str]
+    deadlock: bool
+    messages: bool
+    tensors: bool
+    strict: bool
+    store: int
+    """The descriptor of a file in memory, by which the ranks find each other."""
 
 
 @dataclass(slots=True)

@@ -12,8 +12,6 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,29 +21,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from kos.interop.torch import group as interop
-from kos.testing.faults import FaultPlan
+from kos.testing.torch.group import CheckedGroup
+from kos.testing.torch.monitor import Job, Monitor
 
 _PDEATHSIG = 1  # of prctl(2)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every rank of one ``spawn`` runs.  ``hosts`` are the names of the pretended hosts, by rank."""
-
-    fn: Callable[..., Any] | list[Any]
-    size: int
-    timeout: float
-    backend: str
-    init: bool
-    hosts: Sequence[str | None]
-    plan: FaultPlan
-    env: Mapping[str, str]
-    deadlock: bool
-    messages: bool
-    tensors: bool
-    strict: bool
-    store: int
-    """The descriptor of a file in memory, by which the ranks find each other."""
 
 
 def run_rank(job: Job, rank: int, channel: socket.socket, output: int, result: int) -> None:
@@ -53,8 +32,6 @@ def run_rank(job: Job, rank: int, channel: socket.socket, output: int, result: i
 
     ``output`` and ``result`` are descriptors of files in memory, for what it prints and what its function returns.
     """
-    from kos.testing.torch.monitor import Monitor
-
     supervisor = os.getppid()
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
@@ -104,10 +81,8 @@ def _set_environment(job: Job, rank: int) -> None:
     os.environ |= {**{name: str(value) for name, value in values.items()}, **job.env}
 
 
-def _connect(job: Job, rank: int, monitor: Any) -> None:
+def _connect(job: Job, rank: int, monitor: Monitor) -> None:
     """Make the default process group, or have the program's own ``init_process_group`` make one of kos."""
-    from kos.testing.torch.group import CheckedGroup
-
     CheckedGroup.monitor = monitor
     interop.ProcessGroupKos = CheckedGroup  # type: ignore[misc]
     torch_names: Any = c10d

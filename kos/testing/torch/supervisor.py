@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from kos.testing.torch.findings import ENDED, describe_deadlock, leftovers, stuck
-from kos.testing.torch.rank import Job, run_rank
+from kos.testing.torch.monitor import Job
+from kos.testing.torch.rank import run_rank
 
 GRACE_SECONDS = 2.0
 """For ranks to raise the errors of their waits, after the run has failed."""
