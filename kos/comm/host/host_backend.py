@@ -33,8 +33,8 @@ from kos.comm.host.shared import (
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, Store, without_memory
+from kos.comm.recorder import Tracer
 from kos.comm.schedules import runnable
-from kos.comm.tracing import Tracer
 from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work, raising

@@ -43,9 +43,10 @@ def _missing(call: State, ranks: Ranks) -> tuple[bool, list[int]]:
 def stuck(ranks: Ranks) -> dict[int, list[int]]:
     """The ranks that can never continue, with the ranks that each waits for; empty if there are none.
 
-    A rank that waits for a dead one continues: its wait raises.  A rank that waits for one of several futures continues when one of them is complete.  A call is never complete if
-    one of its ranks has ended, or can never continue, before it has made its part.  Reported waits of ranks that only
-    wait for one another are final, so no time has to pass.
+    A rank that waits for a dead one continues: its wait raises.  A rank that waits for one of several futures continues
+    when one of them is complete.  A call is never complete if one of its ranks has returned, or can never continue,
+    before it has made its part.  Reported waits of ranks that only wait for one another are final, so no time has to
+    pass.
     """
     over = {rank for rank, (status, _, _) in ranks.items() if status in ("returned", "stall")}  # kos sees dead ones
     waits = {

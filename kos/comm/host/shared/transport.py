@@ -19,7 +19,7 @@ import numpy as np
 from kos._core import native
 from kos.comm.contract import Request
 from kos.comm.control.base import ControlPlane
-from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing, Liveness
+from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, OPERATIONS, Message, Operation
@@ -207,7 +207,7 @@ class SharedMemoryTransport:
     def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
         work.core_work = left
-        liveness, what = Liveness(self.calls), work if work.collective else None
+        liveness, what = self.calls.liveness(), work if work.collective else None
         try:
             while not left.done():
                 if (end := liveness(filter(left.missing, range(self.size)), what)) is not None:
@@ -307,7 +307,7 @@ class SegmentMessage:
             self._left = transport.begin(array, peer, tag, receives)
         except Difference as found:
             raise transport.refusal(found, array) from None
-        self._liveness = Liveness(transport.calls)
+        self._liveness = transport.calls.liveness()
         if self._left is not None:
             transport.active.add(self)
 
