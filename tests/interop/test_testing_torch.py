@@ -207,7 +207,7 @@ def test_a_program_that_makes_its_own_group_of_any_backend_gets_kos():
         x = torch.ones(1)
         dist.all_reduce(x, group=group)
         dist.destroy_process_group()
-        return x, str(group._get_backend_name())
+        return x, group.name()
 
     assert spawn(program, 2, LIMIT, init=False) == [(torch.tensor([2.0]), "kos")] * 2
 

@@ -85,22 +85,22 @@ def _connect(job: Job, rank: int, monitor: Monitor) -> None:
     """Make the default process group, or have the program's own ``init_process_group`` make one of kos."""
     CheckedGroup.monitor = monitor
     interop.ProcessGroupKos = CheckedGroup  # type: ignore[misc]
-    torch_names: Any = c10d
+    names: dict[str, Any] = vars(c10d)
     place = dist.FileStore(f"/proc/self/fd/{job.store}", job.size), rank, job.size  # type: ignore[attr-defined]
     if job.init:
         limit = timedelta(seconds=job.timeout)
         dist.init_process_group(job.backend, store=place[0], rank=rank, world_size=job.size, timeout=limit)
         return
-    torch_names.rendezvous = lambda url, *args, **keywords: iter([place])  # for whatever address
-    make = torch_names._new_process_group_helper
+    names["rendezvous"] = lambda url, *args, **keywords: iter([place])  # for whatever address
+    make = names["_new_process_group_helper"]
 
     def make_of_kos(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **keywords: Any) -> Any:
         group, store = made = make(size, rank, ranks, job.backend, *args, **{**keywords, "backend_options": None})
         if store is not None and str(backend) in ("gloo", "nccl"):  # what get_backend() says
-            torch_names._world.pg_map[group] = c10d.Backend(str(backend)), store
+            names["_world"].pg_map[group] = c10d.Backend(str(backend)), store
         return made
 
-    torch_names._new_process_group_helper = make_of_kos
+    names["_new_process_group_helper"] = make_of_kos
 
 
 def _call(fn: Any, rank: int) -> Any:
