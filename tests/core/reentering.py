@@ -103,7 +103,7 @@ class Program:
         self.pair_call()
 
     def choose(self) -> None:
-        """The call of the next rounds.  An action of a late signal between its parts could make one that has no peer."""
+        """The call of the next rounds.  A late signal makes none meanwhile: rank 1 might not make it."""
         self.depth += 1
         count, form = self.random.choice((1, 5, 600, 3000)), self.random.choice(("", "async", "out", "max"))
         self.is_alone = self.random.random() < 0.5
