@@ -35,9 +35,9 @@ import numpy as np
 from kos.bench.report import provenance, to_json
 from kos.commands import program
 from kos.files import check_writable
+from kos.train.data import Tokens
 from kos.train.data.documents import ZSTD, open_documents
 from kos.train.data.packing import PackedTokens, make_plan
-from kos.train.data.tokens import Tokens
 
 SECONDS = 3600.0
 VOCABULARY = 16_000

@@ -27,8 +27,9 @@ from typing import Any
 
 from kos.bench.report import provenance, to_json
 from kos.comm.control.hub import CLOSE, DATA
+from kos.comm.control.network import Network
 from kos.comm.control.place import Place, job_rendezvous
-from kos.comm.control.wire import Network, Waiting, authenticate, connect, fill, receive_greeting
+from kos.comm.control.wire import Waiting, authenticate, connect, fill, receive_greeting
 from kos.commands import program
 from kos.errors import RankLost
 from kos.files import allow_files, check_writable

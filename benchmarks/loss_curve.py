@@ -13,7 +13,7 @@ from statistics import median
 
 from kos.bench import report
 from kos.commands import program
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 
 
 def main() -> None:

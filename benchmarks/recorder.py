@@ -24,10 +24,10 @@ from kos.comm.failures import FailureLog
 from kos.comm.host.shared import FingerprintRing, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Operation, Options
-from kos.comm.prepared import Prepared, record_start, without_memory
+from kos.comm.prepared import Prepared, without_memory
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.work import Work
+from kos.comm.work import Work, record_start
 from kos.commands import program
 from kos.dtypes import dtype_of
 from kos.errors import InvalidArgument
@@ -86,7 +86,8 @@ def main() -> None:
         raise SystemExit(f"kos: error: {_core.unavailable}")
     rows: list[dict[str, Any]] = []
     group = Group(Recorder(0, 1), "world", [0], 0, "mock")
-    work, comm = example(group), SimpleNamespace(_collectives=itertools.count(), recorder=group.recorder)
+    work = example(group)
+    comm: Any = SimpleNamespace(_collectives=itertools.count(), recorder=group.recorder)
 
     def empty() -> None:
         pass

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.comm.tcp_ranks import free_port
 from tests.comm.test_jobs import environment, mpirun
 from tests.forked import as_program, python

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernels.zoo import Case, Zoo, backward_of
-from kos.train.ops.norm import Normalize
+from kos.train.ops import Normalize
 
 EPS = 1e-5
 

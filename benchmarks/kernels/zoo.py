@@ -16,9 +16,9 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device.costs import cost
 from kos.train.model.shape import ModelShape
+from kos.train.ops import Normalize
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
-from kos.train.ops.norm import Normalize
 
 DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive.cu"

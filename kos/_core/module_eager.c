@@ -3,7 +3,7 @@
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
 // arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
 // is numbered, recorded and started here.  If the call completes while the GIL is held, no Python code runs.  Otherwise
-// Prepared.start completes it.  If the core knows a call but cannot start it, Operations._start_cached starts it
+// Operations._start_work completes it.  If the core knows a call but cannot start it, Operations._start_cached starts it
 // without checks.  Operations._start_uncached starts all other calls, and returns for each what the core must
 // know to repeat it.
 //
@@ -25,7 +25,7 @@ typedef struct {
 
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_start, *s_start_cached, *s_resize, *s_interrupted;
+static PyObject *s_start_work, *s_start_cached, *s_resize, *s_interrupted;
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
@@ -138,8 +138,7 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, const call_ke
     }
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
-        value = PyObject_CallMethodObjArgs(((State *)work)->fields[PREPARED], s_start, objects[COMM], work,
-                                           Py_True, NULL);
+        value = PyObject_CallMethodObjArgs(objects[COMM], s_start_work, work, Py_True, NULL);
         PyObject *prepared = ((State *)work)->fields[PREPARED];
         if (value && is_resized && waits && prepared != PyTuple_GetItem(core_call, CALL_PREPARED)
             && o->generation == g->generation) {  // Python has prepared it, because it was in flight for long
@@ -345,7 +344,7 @@ PyType_Spec operation_spec = {
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"}, {&s_resize, "_resize"},
+        {&s_closed, "closed"}, {&s_start_work, "_start_work"}, {&s_start_cached, "_start_cached"}, {&s_resize, "_resize"},
         {&s_interrupted, "_interrupted"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
         {&s_cuda_stream, "__cuda_stream__"},
     };

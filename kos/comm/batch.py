@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 
 from kos.comm.call_guards import check_batch
-from kos.comm.prepared import Nothing
+from kos.comm.prepared import nothing
 from kos.comm.work import Work
 from kos.errors import InvalidArgument
 from kos.memory.buffer import address_of
@@ -58,7 +58,7 @@ class Batch:
 
     def _start(self) -> None:
         _refuse_clashes(self._added)
-        self._comm._start_all([work for work in self._added if type(work.prepared) is not Nothing], self._async_op)
+        self._comm._start_all([work for work in self._added if work.prepared.launch is not nothing], self._async_op)
         self.works = self._added
         if not self._async_op:
             self.wait()

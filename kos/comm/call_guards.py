@@ -58,7 +58,7 @@ def check_batch(comm: Any, owner: int, work: Work[Any]) -> None:
 
 @contextmanager
 def one_thread(comm: Any, work: Work[Any]) -> Iterator[None]:
-    """A context in which a thread makes ``work``; ``Prepared.start`` repeats these lines instead."""
+    """A context in which a thread makes ``work``; ``Operations._start_work`` repeats these lines instead."""
     check_one_thread(comm, work)
     comm._active = get_ident(), work
     try:

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from kos.comm.arguments import (
     check_offsets,
     check_peer,
     check_rank,
+    check_recv_tag,
     check_tag,
     check_timeout,
     check_totals,
@@ -44,7 +46,7 @@ from kos.comm.arguments import (
     shard_shape,
     size_and_place,
 )
-from kos.comm.call_guards import interruptible
+from kos.comm.call_guards import check_one_thread, interruptible
 from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
 from kos.comm.operation import (
@@ -58,11 +60,11 @@ from kos.comm.operation import (
     Operation,
     Options,
 )
-from kos.comm.prepared import APART, BY_CAPTURE, Nothing, Prepared, Store, resized, without_memory
+from kos.comm.prepared import APART, BY_CAPTURE, MOST_STORED, Prepared, Store, nothing, resized, without_memory
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
-from kos.comm.work import Work
+from kos.comm.work import Work, record_start
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, InvalidArgument, KosError, ignored
+from kos.errors import BackendUnavailable, InvalidArgument, KosError, by_handler
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_owner
 from kos.memory.libraries import library_of
@@ -129,8 +131,15 @@ class Operations:
     _batch: Any
     """The open batch, which gets the calls, or None."""
     _store: Store
-    _core_calls: Any = None
-    """What describes calls to the core (``SharedMemoryTransport``, ``EagerCalls``); None without the core."""
+    _eager_calls: Any = None
+    """What describes calls on a GPU to the core (``EagerCalls``); None without the core or a GPU."""
+    _collectives: Any
+    """The numbers of the next collectives."""
+    _messages: Any
+    """The numbers of the next messages."""
+    _active: Any
+    _tracing: Any
+    recorder: Any
     _defaults: Options
     """The options of a call without keywords."""
     _closed = False
@@ -193,7 +202,7 @@ class Operations:
             work = self._cached_work(prepared, x, out, out, stream)
         except (MemoryError, OverflowError) as error:
             raise self._lacks_memory(prepared.name, error) from error
-        return NotImplemented if work is None else work.prepared.start(self, work)
+        return NotImplemented if work is None else self._start_work(work)
 
     def _resize(self, work: Work[Any], known: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Prepare the call of ``work``, which the core has begun by the Prepared of a call of another size.
@@ -228,18 +237,80 @@ class Operations:
             return None, None
         has_key = has_key and (self._batch is None or self.device is None)
         send, recv, core_call = work.held, work.array if work.prepared.has_output else None, None
-        result = work.prepared.start(self, work)
-        if has_key:
-            with ignored(Exception):  # the call itself has succeeded
-                core_call = self._core_call(work, send, recv, (*args, *options.values()), options)
+        if is_early := has_key and self.device is None:
+            core_call = self._core_call(work, send, recv, (*args, *options.values()), options)
+        result = self._start_work(work)
+        if has_key and not is_early:  # a call on a GPU is described as it was queued
+            core_call = self._core_call(work, send, recv, (*args, *options.values()), options)
         return result, core_call
+
+    def _start_work(self, work: Work[Any], begun: bool = False) -> Any:
+        """Number ``work``, record its call site, and launch it.
+
+        If the core has ``begun`` the call, it has its number and record already, and the engine has the Work; this
+        method completes it.  Returns the result, or the Work itself with ``async_op``.
+        """
+        prepared = work.prepared
+        collective, backend = prepared.collective, prepared.backend
+        if not begun:
+            if self._batch is not None:
+                return self._batch.add(work)
+            if self._closed:
+                self._check_open()
+            if prepared.launch is nothing:  # it gets no number and no record
+                backend.failures.refuse(prepared.name)
+                return work.result if prepared.blocking else work
+            if collective and self._active is not None:
+                check_one_thread(self, work)
+        if collective:
+            self._active = get_ident(), work
+        try:
+            if begun:
+                known = work.record[0]  # type: ignore[index]  # before other threads may overwrite the record
+                steps = backend.resume(work)
+                if steps is not None and known is not prepared.description and known[1] is prepared.operation:
+                    self._resize(work, known)
+            else:
+                if backend.on_gpu:
+                    backend.check_start((work,))
+                record_start(self, work)
+                if backend.failures.first is not None:
+                    work.refuse()
+                if self._tracing is None:
+                    steps = prepared.launch(work)
+                else:
+                    with self._tracing((work,), False, not prepared.blocking):
+                        steps = prepared.launch(work)
+            if steps is not None:
+                backend.engine.begin(work, steps)
+            if not prepared.blocking:
+                return work
+            if work.steps is not None or work._error is not None:
+                return work.wait()
+            work.reported = True
+            array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
+            return array if work.convert is None else work.convert(array)
+        finally:
+            if collective:
+                self._active = None
 
     def _core_call(
         self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[Any, ...] | None:
+        """``_describe``, or None after an error, which does not concern the call itself."""
+        try:
+            return self._describe(work, send, recv, arguments, options)
+        except Exception as error:
+            if by_handler(error):
+                raise
+            return None
+
+    def _describe(
+        self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
         """What the core must know of calls like ``work`` (``objects.h`` lists it), or None as in ``_start_uncached``.
 
-        ``send`` and ``recv`` are the arrays that the call read and wrote, as the caller passed them; None where this
+        ``send`` and ``recv`` are the arrays that the call reads and writes, as the caller passed them; None where this
         rank has none.
         """
         prepared, objects = work.prepared, _objects(arguments, options.get("stream"))
@@ -269,8 +340,15 @@ class Operations:
         received = 0 if o.recv is None else o.recv.count * o.recv.dtype.itemsize
         apart = not sent or not received or start + sent <= end or end + received <= start
         overlap = APART if apart else (start - end) % (1 << 64), sent, received
-        streams = [options.get("stream"), *[each.stream for each in arguments if type(each) is Array]]
-        how = self._core_calls.describe(work, x, out, overlap, streams)
+        if self._eager_calls is not None:
+            streams = [options.get("stream"), *[each.stream for each in arguments if type(each) is Array]]
+            how = self._eager_calls.describe(work, x, out, overlap, streams)
+        else:
+            starts = prepared.in_core and (prepared.blocking or prepared.backend.engine.thread is None)
+            starts = starts and (out >= 0 or not prepared.has_output)
+            starts = starts and (sent > 0 or o.send is None) and (received > 0 or o.recv is None)
+            call, puts, gets = prepared.plan if starts else (None, True, True)
+            how = call, x if puts else -1, out if gets else -1, None
         if how is None:
             return None
         call, reads, writes, guards = how
@@ -283,7 +361,9 @@ class Operations:
     def _prepare_anew(self, o: Operation) -> Prepared:
         """Have the backend for the memory of ``o`` prepare it; a barrier runs on the GPUs if a stream waits for it."""
         if NOBODY in o.message[:2]:
-            return Nothing(without_memory(o), self.backend)
+            complete = Prepared(without_memory(o), self.backend, nothing)
+            complete.work = Work
+            return complete
         first, host = o.send or o.recv, self.host
         on_gpu = o.options.on_stream if first is None else first.device is not None
         if host is None or host is self.backend or on_gpu:
@@ -313,7 +393,12 @@ class Operations:
             prepared = self._prepare_anew(o)
             prepared.description = self._group, prepared.operation
             if prepared.cacheable and not o.options.purpose:
-                self._store.add(signature, prepared, handle)
+                if len(self._store) >= MOST_STORED:
+                    del self._store[next(iter(self._store))]
+                if not prepared.capture_invariant:
+                    self._store[signature] = BY_CAPTURE
+                    signature = signature, streams.is_captured(handle)
+                self._store[signature] = prepared
         on_host = first is None or first.device is None
         if on_host:
             work: Work[Any] = prepared.work(prepared, send and send.flat, recv and recv.flat)
@@ -327,9 +412,8 @@ class Operations:
         return work
 
     def _start(self, operation: Operation) -> Any:
-        """Prepare and start a checked call.  Returns what ``Prepared.start`` returns."""
-        work = self._prepare(operation)
-        return work.prepared.start(self, work)
+        """Prepare and start a checked call.  Returns what ``_start_work`` returns."""
+        return self._start_work(self._prepare(operation))
 
     def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]:
         """All ranks' ``numbers``, as many on each, for the call ``purpose``."""
@@ -773,7 +857,7 @@ class Operations:
         on_host = self.device is not None and stream is None and async_op is False and self._batch is None
         options = self._options("barrier", on_host or async_op, timeout, AUTO, False, stream is not None)
         work = self._prepare(Operation("barrier", self.rank, options), None, stream)
-        return work.prepared.start(self, work).synchronize() if on_host else work
+        return self._start_work(work).synchronize() if on_host else work
 
     def _handle(self, stream: Any) -> int:
         """The handle of a stream that is passed without an array."""
@@ -808,19 +892,23 @@ class Operations:
 
         ``x`` must have the dtype and number of elements of the array that was sent; otherwise both ranks raise
         CollectiveMismatch.  With ``src=None``, receives the next message with ``tag`` from any rank, and returns ``(x,
-        src)`` with the rank that sent it.  Receives with the same tag match in the order in which they were called.
-        Only backends for host memory receive from any rank; others raise BackendUnavailable.  A receive from any rank
-        raises RankLost when a rank is lost, or when all others have closed the communicator.  With ``src=kos.NOBODY``,
-        returns ``x`` as it is.
+        src)`` with the rank that sent it.  With ``tag=kos.ANY``, receives the next message of any tag, and returns
+        ``(x, src, tag)``.  Receives that could take the same message match in the order in which they were called.
+        Only backends for host memory receive from any rank or of any tag; others raise BackendUnavailable.  A receive
+        from any rank raises RankLost when a rank is lost, or when all others have closed the communicator.  With
+        ``src=kos.NOBODY``, returns ``x`` as it is.
 
             comm.recv(activations, src=comm.rank - 1)
             gradients, worker = comm.recv(gradients)
+            task, worker, kind = comm.recv(task, tag=kos.ANY)
         """
         options = self._options("recv", async_op, timeout)
-        message = Message(src=self._source("recv", src), recv_tag=check_tag(tag))
+        message = Message(src=self._source("recv", src, tag), recv_tag=check_recv_tag(tag))
         recv = as_buffer(x, "x", writable=True, stream=stream)
-        operation = Operation("recv", self.rank, options, recv=recv, message=message)
-        return self._prepare(operation)
+        work = self._prepare(Operation("recv", self.rank, options, recv=recv, message=message))
+        if src is NOBODY and tag is ANY:
+            work.array = work.array, NOBODY, ANY
+        return work
 
     @_operation
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
@@ -862,10 +950,14 @@ class Operations:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, a bytearray or a memoryview, got {type(data).__name__}")
         contiguous = data if not isinstance(data, memoryview) or data.c_contiguous else bytes(data)
-        x = as_buffer(np.frombuffer(contiguous, np.uint8), "data", writable=False)
-        options = self._options("send", async_op, timeout)
+        x, options = np.frombuffer(contiguous, np.uint8), self._options("send", async_op, timeout)
         message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
-        work = self._prepare(Operation("send", self.rank, options, x, message=message))
+        if self.backend.shared is None and self._batch is None:  # one Prepared for messages of any length
+            work = self._prepare(Operation("send", self.rank, options, message=message))
+            work.send = x
+        else:
+            send = as_buffer(x, "data", writable=False)
+            work = self._prepare(Operation("send", self.rank, options, send, message=message))
         work.held = data
         return work
 
@@ -874,7 +966,8 @@ class Operations:
                    timeout: float | None = None) -> Any:
         """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
 
-        With ``src=None``, receives from any rank, and returns ``(data, src)``.  With ``src=kos.NOBODY``, returns b"".
+        With ``src=None``, receives from any rank, and returns ``(data, src)``.  With ``tag=kos.ANY``, receives a
+        message of any tag, and returns ``(data, src, tag)``.  With ``src=kos.NOBODY``, returns b"".
         It works as ``recv``, and raises the same errors: CollectiveMismatch if the message is an array of another dtype
         than uint8.  It may not be in a batch.
 
@@ -884,16 +977,16 @@ class Operations:
         self._refuse_batch("recv_bytes")
         work = self._prepare(self._awaited("recv_bytes", options, src, tag))
         if src is NOBODY:
-            work.array = b""
+            work.array = b"" if tag is not ANY else (b"", NOBODY, ANY)
         return work
 
     @interruptible
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
               timeout: float | None = None) -> Envelope | None:
-        """Wait for a message from rank ``src`` (None: any rank) with ``tag``, without receiving it.
+        """Wait for a message from rank ``src`` (None: any rank) with ``tag`` or ``kos.ANY``, without receiving it.
 
-        Returns its envelope: ``src``, ``dtype``, ``size`` in elements, and ``nbytes``.  The next receive from that
-        rank with that tag gets the message.  Receives that were called before and still wait come first.  With
+        Returns its envelope: ``src``, ``dtype``, ``size`` in elements, ``tag``, and ``nbytes``.  The next receive from
+        that rank with that tag gets the message.  Receives that were called before and still wait come first.  With
         ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``, also with
         ``wait=False``: RankLost once ``src`` has ended, or with ``src=None`` once a rank is lost or all have closed the
         communicator.  It may not be in a batch.
@@ -925,11 +1018,13 @@ class Operations:
     def _awaited(self, name: str, options: Options, src: Any, tag: Any) -> Operation:
         """A call that waits for the envelope of a message."""
         self._check_envelopes(name)
-        message = Message(src=self._source(name, src), recv_tag=check_tag(tag))
+        message = Message(src=self._source(name, src, tag), recv_tag=check_recv_tag(tag))
         return Operation(name, self.rank, options, message=message)
 
-    def _source(self, name: str, src: Any) -> int:
+    def _source(self, name: str, src: Any, tag: Any) -> int:
         """The source of a message: another rank, or ANY."""
+        if tag is ANY and not self.backend.finds_any_tag:
+            raise BackendUnavailable(f"{name} of any tag: expected a backend that can, got {self.backend_name}")
         if src is not None:
             return check_peer("src", src, self.rank, self.size)
         self._check_envelopes(f"{name} from any rank")
@@ -1023,6 +1118,8 @@ def _objects(arguments: Sequence[Any], stream: Any) -> list[Any] | None:
     objects = list[Any]()
     for each in arguments:
         kind = type(each)
+        if kind is bytes:
+            continue
         if kind is ndarray or (kind not in _COMPARED and _is_readable(each)):
             if len(each.shape) > _MOST_DIMENSIONS:
                 return None
@@ -1032,7 +1129,7 @@ def _objects(arguments: Sequence[Any], stream: Any) -> list[Any] | None:
                 return None
         elif kind in _COMPARED or each is stream or kind is PremulSum:
             objects.append(each)
-        elif kind is not bytes:
+        else:
             return None
     return objects
 

@@ -23,11 +23,9 @@ from kos.comm.gpu.backend import GPUBackend
 from kos.comm.groups import Groups
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.operation import CORE_OPERATIONS, Operation, Options
-from kos.comm.prepared import record_start
 from kos.comm.progress import ProgressThread
-from kos.comm.recorder import Group, Recorder
-from kos.comm.tracing import tracing
-from kos.comm.work import Work, forked_from
+from kos.comm.recorder import Group, Recorder, tracing
+from kos.comm.work import Work, forked_from, record_start
 from kos.errors import (
     CollectiveError,
     InvalidArgument,
@@ -99,7 +97,7 @@ class Communicator(Groups):
         self._tracing = tracing(self.recorder, on_gpu=self.device is not None)
         if self.host is not None:
             self.host.tracing = self._tracing
-        core, self._core_calls = (None, None) if self._tracing is not None else backend.core_calls()
+        core, self._eager_calls = (None, None) if self._tracing is not None else backend.core_calls()
         self._core_group: Any = core if core is not None and self._bind(core) else None
         if self._core_group is not None:
             self._use_core()
@@ -112,7 +110,7 @@ class Communicator(Groups):
         """
         example, failures, recorder = np.zeros((2, 3)), self.rendezvous.failures, self.recorder
         bound: bool = core.bind(
-            example, example.ctypes.data, self, failures, self._core_calls, failures.status,
+            example, example.ctypes.data, self, failures, self._eager_calls, failures.status,
             self.backend.engine.active, recorder.counter, recorder.slots, self._collectives, self._messages,
         )  # fmt: skip
         return bound

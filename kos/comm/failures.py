@@ -283,13 +283,10 @@ class FailureLog:
             return [world]
 
         def decided() -> bool:
+            progress()
             return all(map(status.ended, ranks)) or rank in self._alone or not status.is_connected
 
-        def pause() -> None:
-            time.sleep(0.001)
-            progress()
-
-        wait(decided, time.monotonic() + HOST_SECONDS, pause=pause)
+        wait(decided, time.monotonic() + HOST_SECONDS)
         if not all(map(status.ended, ranks)):
             self._alone.add(rank)
             return [world]

@@ -1,4 +1,4 @@
-"""Prepared: how the calls of one signature run.  It starts them, each as a Work.
+"""Prepared: how the calls of one signature run.  ``Operations.start`` starts them, each as a Work.
 
 ``_signature`` in ``collectives.py`` computes the signature of a call.  It has everything that the call depends on
 except its memory, such as operation, dtype, shapes, reduce op, ranks, counts, options, flags or alignment, and device.
@@ -15,25 +15,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from math import prod
-from os.path import dirname, sep
-from sys import _getframe
-from threading import get_ident
-from time import time_ns
-from typing import Any, NoReturn
+from typing import Any
 
-from kos.comm.call_guards import check_one_thread
 from kos.comm.operation import ANY, NOBODY, POINT_TO_POINT, Operation
-from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
-from kos.cuda.streams import is_captured
-from kos.errors import KosError
 from kos.memory import Buffer, windows
 
 MOST_STORED = 2048
-"""Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
-
-_HERE = dirname(__file__) + sep  # as code objects have it
+"""Prepared calls of a communicator; one more drops the oldest.  Ranks publish as many descriptions."""
 
 APART = (1 << 64) - 1
 """The distance of two arrays that do not overlap."""
@@ -47,8 +37,8 @@ class Prepared:
 
     __slots__ = (
         "arguments", "backend", "blocking", "cacheable", "capture_invariant", "collective", "description",
-        "fingerprint", "has_output", "launch", "name", "operation", "plan", "route", "sizeless", "text", "values",
-        "work",
+        "fingerprint", "has_output", "in_core", "launch", "name", "operation", "plan", "route", "sizeless", "text",
+        "values", "work",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +50,9 @@ class Prepared:
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
         self.launch, self.plan, self.cacheable = launch, plan, getattr(plan, "cacheable", True)
-        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared."""
+        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared, and which arrays it uses."""
+        self.in_core = False
+        """Whether the core can start the calls on host memory by itself."""
         self.work, self.has_output = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
         self.capture_invariant = True
@@ -79,69 +71,8 @@ class Prepared:
         self.description: tuple[Any, ...] = (None,)
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
 
-    def start(self, comm: Any, work: Work[Any], begun: bool = False) -> Any:
-        """Number ``work``, record its call site, and launch it.
-
-        If the core has ``begun`` the call, it has its number and record already, and the engine has the Work; this
-        method completes it.  Returns the result, or the Work itself with ``async_op``.
-        """
-        collective, backend = self.collective, self.backend
-        if not begun:
-            if comm._batch is not None:
-                return comm._batch.add(work)
-            if comm._closed:
-                comm._check_open()
-            if collective and comm._active is not None:
-                check_one_thread(comm, work)
-        if collective:
-            comm._active = get_ident(), work
-        try:
-            if begun:
-                known = work.record[0]  # type: ignore[index]  # before other threads may overwrite the record
-                steps = backend.resume(work)
-                if steps is not None and known is not self.description and known[1] is self.operation:
-                    comm._resize(work, known)
-            else:
-                if backend.on_gpu:
-                    backend.check_start((work,))
-                record_start(comm, work)
-                if backend.failures.first is not None:
-                    refuse(work)
-                if comm._tracing is None:
-                    steps = self.launch(work)
-                else:
-                    with comm._tracing((work,), False, not self.blocking):
-                        steps = self.launch(work)
-            if steps is not None:
-                backend.engine.begin(work, steps)
-            if not self.blocking:
-                return work
-            if work.steps is not None or work._error is not None:
-                return work.wait()
-            work.reported = True
-            array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
-            return array if work.convert is None else work.convert(array)
-        finally:
-            if collective:
-                comm._active = None
-
-
-class Nothing(Prepared):
-    """How messages to and from NOBODY run: they are complete, if the communicator is intact."""
-
-    __slots__ = ()
-
-    def __init__(self, operation: Operation, backend: Any) -> None:
-        super().__init__(operation, backend, lambda work: None)
-        self.work = Work
-
-    def start(self, comm: Any, work: Work[Any], begun: bool = False) -> Any:
-        """Complete ``work``, which gets no number and no record."""
-        if comm._batch is not None:
-            return comm._batch.add(work)
-        comm._check_open()
-        self.backend.failures.refuse(self.name)
-        return work.result if self.blocking else work
+def nothing(work: Work[Any]) -> None:
+    """The launch of a message to or from NOBODY, which is complete."""
 
 
 def without_memory(o: Operation) -> Operation:
@@ -217,38 +148,12 @@ def _arguments(o: Operation, group_suffix: str) -> str:
         destination = "nobody" if message.dst == NOBODY else f"rank {message.dst}{group_suffix}"
         text += f", to {'and from ' * same}{destination} with tag {message.tag}"
     if message.src is not None and not same:
-        source = {ANY: "any rank", NOBODY: "nobody"}.get(message.src, f"rank {message.src}")
-        text += f", from {source}{group_suffix * (message.src != NOBODY)} with tag {message.recv_tag}"
+        source = {int(ANY): "any rank", int(NOBODY): "nobody"}.get(message.src, f"rank {message.src}")
+        tag = "any tag" if message.recv_tag == ANY else f"tag {message.recv_tag}"
+        text += f", from {source}{group_suffix * (message.src != NOBODY)} with {tag}"
     if o.options.purpose:
         text += f", for {o.options.purpose}"
     return text
-
-
-def refuse(work: Work[Any]) -> NoReturn:
-    """Raise the first failure of its communicator in ``work``, whose record exists already."""
-    try:
-        work.backend.failures.refuse(work.name)
-    except KosError as error:
-        work.record_failure(error)
-        raise
-    raise AssertionError(f"{work}: refused without a reason")
-
-
-def record_start(comm: Any, work: Work[Any]) -> None:
-    """Number ``work`` and record its launch.  Its call site is the innermost frame outside ``kos.comm``."""
-    prepared = work.prepared
-    work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
-    try:
-        frame = _getframe(3)  # in most calls, that of the program
-    except ValueError:  # called from C
-        frame = _getframe(2)
-    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
-        frame = frame.f_back
-    recorder = comm.recorder
-    count = recorder.counter[0]
-    work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss
-    record[:] = prepared.description, time_ns(), frame.f_code, frame.f_lasti, sequence, None, None
-    recorder.counter[0] = count + 1
 
 
 class Fingerprints:
@@ -365,15 +270,6 @@ class Store(dict[Any, Prepared]):
 
     core: Any = None
     """The ``kos._core.native.Group`` whose cached calls use these Prepareds, or None."""
-
-    def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
-        """Store the Prepared of a call on ``stream``."""
-        if len(self) >= MOST_STORED:
-            super().clear()
-        if not prepared.capture_invariant:
-            self[signature] = BY_CAPTURE
-            signature = signature, is_captured(stream)
-        self[signature] = prepared
 
     def clear(self) -> None:
         """Drop all."""

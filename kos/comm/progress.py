@@ -8,11 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
 from kos.comm.arguments import check_timeout
-from kos.comm.waits import Backoff
+from kos.comm.waits import Backoff, wait
 from kos.errors import InvalidArgument, KosError
 
 log = logging.getLogger(__name__)
@@ -80,18 +81,17 @@ def _first_completed(works: list[Any], deadline: float) -> list[Any]:
     backend, = backends if len(backends) == 1 else (None,)
     waiter = Backoff() if backend is None or backend.on_gpu else backend.waiter()
     first = next((work for work in works if not work.backend.on_gpu), None)
-    report_at, reported = time.monotonic() + _LONGEST_PAUSE, False
+    reported = False
+
+    def report() -> None:
+        nonlocal reported
+        if first is not None:
+            reported = True
+            with first.backend.engine.lock:
+                first.backend.failures.show_wait(first.backend.late(first))
+
     try:
-        while True:
-            mark = waiter.mark()
-            over, now = completed(works), time.monotonic()
-            if over or now >= deadline:
-                return over
-            if first is not None and now > report_at:
-                with first.backend.engine.lock:
-                    first.backend.failures.show_wait(first.backend.late(first))
-                report_at, reported = now + _LONGEST_PAUSE, True
-            waiter.pause(mark, min(deadline - now, _LONGEST_PAUSE))
+        return wait(partial(completed, works), deadline, report, waiter, _LONGEST_PAUSE)
     finally:
         if reported:
             first.backend.failures.show_wait(None)  # type: ignore[union-attr]

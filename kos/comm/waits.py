@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as await_futures
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -57,24 +58,30 @@ class Backoff:
 
 
 def wait(
-    poll: Callable[[], T], deadline: float, look: Callable[[], object] | None = None,
-    pause: Callable[[], object] | float = 0.001,
+    poll: Callable[[], T], deadline: float, look: Callable[[], object] = int, waiter: Any = 0.001,
+    every: float = CHECK_SECONDS,
 ) -> T:  # fmt: skip
     """Poll until the result is true; returns it, or the last one after ``deadline``, a time of ``time.monotonic``.
 
-    Every ``CHECK_SECONDS``, ``look`` is called, which may raise.  Between two polls, ``pause()`` waits, or this
-    function does so for ``pause`` seconds.
+    Every ``every`` seconds, ``look`` is called, which may raise.  Between two polls, this function sleeps ``waiter``
+    seconds, or ``waiter`` waits: a function, or an object as ``Backend.waiter`` returns.  Once ``look`` has returned
+    False, that object waits for an event, and not for the next ``look``.
     """
-    look_at = 0.0
-    while not (found := poll()) and (now := time.monotonic()) <= deadline:
-        if look is not None and now > look_at:
-            look()
-            look_at = now + CHECK_SECONDS
-        if isinstance(pause, float):
-            time.sleep(pause)
+    if isinstance(waiter, float):
+        waiter = partial(time.sleep, waiter)
+    look_at, mark, awaits_look = time.monotonic() + every, getattr(waiter, "mark", int), True
+    while True:
+        since = mark()
+        if (found := poll()) or (now := time.monotonic()) > deadline:
+            return found
+        if now > look_at:
+            awaits_look = look() is not False
+            look_at = now + every
+        if callable(waiter):
+            waiter()
         else:
-            pause()
-    return found
+            until = min(deadline, look_at) if awaits_look else deadline
+            waiter.pause(since, None if until == math.inf else until - now)
 
 
 def start_in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
+from os.path import dirname, sep
+from sys import _getframe
 from time import time_ns
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -15,7 +17,8 @@ from kos._core import native
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import CORE_OPERATIONS, Operation
 from kos.comm.progress import ProgressThread, completed, watch
-from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
+from kos.comm.recorder import COMPLETED, ERROR, LAST_SLOT, SEQUENCE, call_site
+from kos.comm.waits import wait
 from kos.errors import CollectiveError, KosError, by_handler
 
 T = TypeVar("T")
@@ -65,31 +68,21 @@ class Engine:
         if work in self.active:
             self.active.remove(work)
 
-    def pause(self, token: object) -> None:
-        """Stop the progress thread, if there is one, until ``resume(token)``: the caller polls itself."""
-        thread = self.thread  # a local: another thread of the program may close it
-        if thread is not None:
-            with self.lock:
-                thread.paused.add(token)
-
-    def resume(self, token: object) -> None:
-        """Undo ``pause(token)``, also if a signal's handler has ended it half-way."""
-        thread = self.thread
-        if thread is not None:
-            with self.lock:
-                thread.paused.discard(token)
-                if self.active:
-                    thread.wake()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause the progress thread while the resources of operations change."""
-        token = object()
+        """Stop the progress thread, if there is one: the caller polls itself, or changes resources of operations."""
+        token, thread = object(), self.thread  # a local: another thread of the program may close it
         try:
-            self.pause(token)
+            if thread is not None:
+                with self.lock:
+                    thread.paused.add(token)
             yield
         finally:
-            self.resume(token)
+            if thread is not None:
+                with self.lock:
+                    thread.paused.discard(token)
+                    if self.active:
+                        thread.wake()
 
     def remove(self, work: Work[Any]) -> None:
         """Remove an operation that was cancelled, or whose failure was raised."""
@@ -384,6 +377,15 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         result: T = self.array if self.convert is None else self.convert(self.array)
         return result
 
+    def refuse(self) -> NoReturn:
+        """Raise the first failure of its communicator in this call, which is recorded already."""
+        try:
+            self.backend.failures.refuse(self.name)
+        except KosError as error:
+            self.record_failure(error)
+            raise
+        raise AssertionError(f"{self}: refused without a reason")
+
     def cancel(self, error: KosError) -> None:
         """End the operation; ``wait`` raises ``error``."""
         with self.backend.engine.lock:
@@ -405,40 +407,34 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         raise error
 
     def _wait(self, timeout: float | None) -> None:
-        now = time.monotonic()
-        deadline = None if timeout is None else now + timeout
-        backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
+        backend, began = self.backend, time.monotonic()
         waiter, engine = backend.waiter(), backend.engine
-        began, sleeps, token = now, False, object()
-        try:
-            engine.pause(token)
-            while True:
-                mark = waiter.mark()
-                engine.poll()
-                if self._steps is None:
-                    return
-                now = time.monotonic()
-                remaining = None if deadline is None else deadline - now
-                if remaining is not None and remaining <= 0:
+        reported = sleeps = False
+
+        def is_over() -> bool:
+            if sleeps:
+                time.sleep(LONG_SLEEP)
+            engine.poll()
+            return self._steps is None
+
+        def report() -> bool:
+            nonlocal reported, sleeps
+            reported = True
+            with engine.lock:
+                backend.failures.show_wait(backend.late(self))
+                # No sleep while another operation is in flight: polls advance it.
+                alone = time.monotonic() - began > LONG_WAIT and engine.outstanding() == [self]
+                sleeps = alone and backend.may_sleep(self)
+            return False
+
+        with engine.paused():
+            try:
+                deadline = math.inf if timeout is None else began + timeout
+                if not wait(is_over, deadline, report, waiter, _REPORT_EVERY):
                     self.expire(timeout)
-                    return
-                if now > report_at:
-                    with engine.lock:
-                        late = backend.late(self)
-                        backend.failures.show_wait(late)
-                        # No sleep while another operation is in flight: polls advance it.
-                        alone = now - began > LONG_WAIT and engine.outstanding() == [self]
-                        sleeps = alone and backend.may_sleep(self)
-                    report_at, reported = now + _REPORT_EVERY, True
-                if not reported:  # wake up to report the wait even if nothing arrives
-                    remaining = min(report_at - now, math.inf if remaining is None else remaining)
-                waiter.pause(mark, remaining)
-                if sleeps:
-                    time.sleep(LONG_SLEEP)
-        finally:
-            engine.resume(token)
-            if reported:
-                backend.failures.show_wait(None)
+            finally:
+                if reported:
+                    backend.failures.show_wait(None)
 
     def _fail(self, error: Exception) -> None:
         self._error = self.backend.to_error(self, error)
@@ -476,6 +472,26 @@ class Work(_Base, Generic[T], metaclass=_Documented):
 
 if not TYPE_CHECKING and native is not None:
     Work._wait_in_python, Work.wait = Work.wait, native.State.wait
+
+
+def record_start(comm: Any, work: Work[Any]) -> None:
+    """Number ``work`` and record its launch.  Its call site is the innermost frame outside ``kos.comm``."""
+    prepared = work.prepared
+    work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
+    try:
+        frame = _getframe(3)  # in most calls, that of the program
+    except ValueError:  # called from C
+        frame = _getframe(2)
+    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
+        frame = frame.f_back
+    recorder = comm.recorder
+    count = recorder.counter[0]
+    work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss
+    record[:] = prepared.description, time_ns(), frame.f_code, frame.f_lasti, sequence, None, None
+    recorder.counter[0] = count + 1
+
+
+_HERE = dirname(__file__) + sep  # as code objects have it
 
 
 def raising(error: BaseException) -> Steps:

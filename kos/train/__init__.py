@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from kos.train.config.flags import parse
     from kos.train.config.options import TrainConfig
     from kos.train.fitting import FitResult, fit
-    from kos.train.ops import CudaLoss, Loss
-    from kos.train.ops.batch import Batch
+    from kos.train.ops import Batch, CudaLoss, Loss
     from kos.train.program import Callback, Program
-    from kos.train.tools.metrics import read_metrics
+    from kos.train.tools import read_metrics
     from kos.train.trained import TrainedModel, load
     from kos.train.trainer import Trainer
 
 _MODULES = {
-    "Batch": "ops.batch", "Callback": "program", "CudaLoss": "ops", "FitResult": "fitting", "Loss": "ops",
+    "Batch": "ops", "Callback": "program", "CudaLoss": "ops", "FitResult": "fitting", "Loss": "ops",
     "Program": "program", "TrainConfig": "config.options", "TrainedModel": "trained", "Trainer": "trainer",
-    "fit": "fitting", "load": "trained", "parse": "config.flags", "read_metrics": "tools.metrics",
+    "fit": "fitting", "load": "trained", "parse": "config.flags", "read_metrics": "tools",
 }  # fmt: skip
 
 __all__ = [

@@ -24,19 +24,19 @@ from kos.train.checkpoint.state import Tensors
 from kos.train.config import preset_values
 from kos.train.config.fine_tuning import FINE_TUNING_SEQ_LEN, model_of
 from kos.train.config.options import TrainConfig, build
+from kos.train.data import Shard, Tokens
 from kos.train.data.batches import LEFT_OUT, Dataset, load_held_out, sum_over
 from kos.train.data.choices import Question, read_questions
 from kos.train.data.corpus import Show
 from kos.train.data.own import own_data
 from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
-from kos.train.data.tokens import Shard, Tokens
 from kos.train.device import Piece
 from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.machine import limit_threads
 from kos.train.model import peft
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
 from kos.train.parallel.failures import on_every_rank, together
 from kos.train.parallel.mesh import Mesh
 

@@ -31,9 +31,8 @@ from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
 from kos.train.machine import provenance
 from kos.train.parallel.failures import alone, together
 from kos.train.parallel.fixed_order import ORDER
-from kos.train.tools import trackers
+from kos.train.tools import METRICS, MetricsLog, read_metrics, trackers
 from kos.train.tools.console import Console
-from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 
 ADDRESS = "address"
 """The file in the folder of an elastic run with the address for ``--join``."""

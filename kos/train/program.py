@@ -10,8 +10,7 @@ from kos.errors import InvalidArgument, SettingError
 from kos.train.config import flag_of
 from kos.train.config.options import TrainConfig
 from kos.train.data.own import OwnBatches, Rows
-from kos.train.ops import CudaLoss, Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch, CudaLoss, Loss
 
 
 class Callback:

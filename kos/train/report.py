@@ -30,7 +30,7 @@ from kos.train.generate import Sampling, continue_texts, prompt_ids
 from kos.train.ops.fp8 import MULTIPLE
 from kos.train.parallel.failures import on_every_rank
 from kos.train.step import StepResult
-from kos.train.tools.metrics import METRICS
+from kos.train.tools import METRICS
 from kos.train.tools.show import first_line
 
 MANY_PASSES = 20

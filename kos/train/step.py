@@ -29,8 +29,7 @@ from kos.train.data.own import EndOfBatches
 from kos.train.layers.attention import Cache
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
-from kos.train.ops import Array, Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Array, Batch, Loss
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Optimizer

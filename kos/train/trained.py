@@ -27,8 +27,8 @@ from kos.train.generate import Decoder, Sampling, continue_texts, prompt_ids
 from kos.train.model import peft
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import make_whole
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.ops.parameters import Parameters
 from kos.train.parallel.failures import same_on_all, together
 from kos.train.parallel.mesh import ALONE, Axis

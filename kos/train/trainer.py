@@ -43,8 +43,7 @@ from kos.train.elastic import PATHS, Elastic
 from kos.train.folder import check_folder, check_shared, describe, open_output, remove_address, run_folder
 from kos.train.machine import limit_threads
 from kos.train.model.llama import LlamaConfig
-from kos.train.ops import CudaLoss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch, CudaLoss
 from kos.train.parallel.failures import (
     STOP,
     Stop,
@@ -69,8 +68,8 @@ from kos.train.source import (
     state_of_batches,
 )
 from kos.train.step import StepResult, train
+from kos.train.tools import MetricsLog
 from kos.train.tools.console import Console, by_source, is_evaluated
-from kos.train.tools.metrics import MetricsLog
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.trained import TrainedModel, copy_of
 

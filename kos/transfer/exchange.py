@@ -21,8 +21,8 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.comm.control.identity import load_secret
-from kos.comm.control.listening import bound
-from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, Waiting, drive, is_loopback
+from kos.comm.control.network import Network, bound, is_loopback
+from kos.comm.control.wire import MAX_MESSAGE, Connection, Waiting, drive
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
 from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError, TransferError, TransferTimeout, in_words

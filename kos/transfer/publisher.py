@@ -21,7 +21,7 @@ import numpy as np
 
 from kos.comm.arguments import check_bool, check_int
 from kos.comm.communicator import Communicator
-from kos.comm.control.listening import bound
+from kos.comm.control.network import bound
 from kos.comm.control.place import own_address
 from kos.comm.control.wire import Acceptor, Connection
 from kos.dtypes import DTYPES

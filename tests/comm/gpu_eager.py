@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import kos
-from kos.comm.prepared import Prepared
 from kos.memory.array import Array
 
 
@@ -39,10 +38,10 @@ def known(comm: kos.Communicator, x: Array, **options: Any) -> None:
 
 
 def call_during_start(comm: Any, x: Any, event: str, act: Callable[[], Any]) -> None:
-    """Call all_reduce, and run ``act`` when ``Prepared.start`` begins or ends (the ``event`` "call" or "return")."""
+    """Call all_reduce, and run ``act`` when its start begins or ends (the ``event`` "call" or "return")."""
 
     def profile(frame: Any, at: str, argument: Any) -> None:
-        if at == event and frame.f_code is Prepared.start.__code__:
+        if at == event and frame.f_code.co_name.endswith("start_work"):
             sys.setprofile(None)
             act()
 

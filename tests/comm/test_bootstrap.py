@@ -16,7 +16,7 @@ import pytest
 import kos
 from kos.comm.control import bootstrap, place
 from kos.comm.control.bootstrap import store_rendezvous
-from kos.comm.control.wire import Network
+from kos.comm.control.network import Network
 from kos.errors import InvalidArgument, RendezvousError
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, free_port, run_threads
 from tests.comm.test_jobs import mpirun, program

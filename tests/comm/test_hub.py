@@ -23,8 +23,9 @@ import pytest
 
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.hub import DATA, RESULT, is_cut_off, pair, send
+from kos.comm.control.network import Network, admit_all
 from kos.comm.control.place import env_rendezvous
-from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, admit_all, drive
+from kos.comm.control.wire import MAX_MESSAGE, Connection, drive
 from kos.errors import CollectiveTimeout, KosError, RankLost, RendezvousError
 from tests.comm.ranks import no_file_may_be_opened, on_threads
 from tests.comm.tcp_ranks import (
@@ -149,7 +150,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch):
         expected = [said.format(rank, rendezvous.timeout).encode() for rank in (0, 1)]
         assert rendezvous.allgather(problem.encode()) == [*expected, b""]
 
-    monkeypatch.setattr("kos.comm.control.peers.admit_all", admit_but_2)
+    monkeypatch.setattr("kos.comm.control.network.admit_all", admit_but_2)
     run_ranks(3, body)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kos.comm.control.group import TCPControlPlane
+from kos.comm.control.network import Network
 from kos.comm.control.place import env_rendezvous
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
-from kos.comm.control.wire import Network
 from kos.comm.failures import FailureLog
 from kos.comm.host.shared.segment import Segment
 from kos.comm.host.shared.status import SharedStatus

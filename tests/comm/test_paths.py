@@ -15,5 +15,5 @@ def measured():
 @pytest.mark.parametrize("name", paths.BOUNDS)
 def test_bound(measured, name):
     path, functions = measured[name]
-    most = paths.BOUNDS[name].most
+    most = paths.BOUNDS[name]
     assert all(got <= bound for got, bound in zip(path, most, strict=True)), (path, most, functions)

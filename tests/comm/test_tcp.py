@@ -14,7 +14,8 @@ import pytest
 
 from kos.comm.control import wire as tcp
 from kos.comm.control.identity import load_secret
-from kos.comm.control.wire import Connection, HandshakeError, Network, drive
+from kos.comm.control.network import Network, admit_all
+from kos.comm.control.wire import Connection, HandshakeError, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import environment, errors_of, free_port, run_ranks, run_threads
 
@@ -88,7 +89,7 @@ def test_unauthenticated_callers_are_rejected(reason, monkeypatch):
                 sock.close()
 
     def door():
-        return list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon())[0])
+        return list(admit_all(listener, network.key(b"purpose"), {1}, 2, soon())[0])
 
     assert run_threads(door, callers) == [[1], None]
 
@@ -276,7 +277,7 @@ def test_a_caller_of_another_epoch_is_refused(mine, its):
         return str(caught.value)
 
     def door():
-        return list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon(), epoch=its)[0])
+        return list(admit_all(listener, network.key(b"purpose"), {1}, 2, soon(), epoch=its)[0])
 
     assert run_threads(door, call) == [[1], f"expected epoch {mine} of the membership, got {its}"]
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from kos.comm.operation import Operation
-from kos.comm.prepared import Prepared, record_start
+from kos.comm.prepared import Prepared
 from kos.comm.recorder import Group
-from kos.comm.work import Work
+from kos.comm.work import Work, record_start
 
 
 def work_of(name: str, backend: Any = None, sequence: int = -1, group: Group | None = None, **fields: Any) -> Work[Any]:
@@ -25,5 +25,6 @@ def work_of(name: str, backend: Any = None, sequence: int = -1, group: Group | N
 def recorded(work: Work[Any]) -> Work[Any]:
     """``work``, recorded as its next call by the caller."""
     recorder, numbers = work.prepared.description[0].recorder, iter([work.sequence])
-    record_start(SimpleNamespace(_collectives=numbers, _messages=numbers, recorder=recorder), work)
+    caller: Any = SimpleNamespace(_collectives=numbers, _messages=numbers, recorder=recorder)
+    record_start(caller, work)
     return work

@@ -13,15 +13,15 @@ from kos.cuda import kernels
 from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable, CompileError
 from kos.train import ops
+from kos.train.config import OPTIMIZERS
 from kos.train.config.flags import parse
-from kos.train.config.optimizers import OPTIMIZERS
 from kos.train.config.options import TrainConfig
 from kos.train.device import dry_run
 from kos.train.device.costs import GPUS
+from kos.train.ops import Normalize
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.attention import KERNELS as ATTENTION
 from kos.train.ops.cuda.attention import macros
-from kos.train.ops.norm import Normalize
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.host_compiler import KEPT

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from kos.train import machine, source
-from kos.train.data import documents, loading, packing, pieces, tokens
+from kos.train import data, machine, source
+from kos.train.data import documents, loading, packing, pieces
 from kos.train.data.batches import Dataset, load_data
 from kos.train.layers import vocabulary
 from kos.train.model import initial
@@ -65,7 +65,7 @@ def small_buckets(monkeypatch):
 def small_pieces(monkeypatch):
     """A function: from its call on, short texts and few tokens are read, cut and packed as long ones are."""
     of_texts = (pieces, "PIECE", 37), (pieces, "PORTION", 99), (documents, "READ", 13)
-    of_tokens = (tokens, "SCANNED", 5), (packing, "CHUNK", 7)
+    of_tokens = (data, "SCANNED", 5), (packing, "CHUNK", 7)
 
     def use():
         for module, name, value in (*of_texts, *of_tokens):
@@ -88,8 +88,8 @@ def data_of(monkeypatch):
         loaded = []
 
         def load(*arguments):
-            data = load_data(*arguments)
-            loaded.append(kind(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)}))
+            read = load_data(*arguments)
+            loaded.append(kind(**{field.name: getattr(read, field.name) for field in dataclasses.fields(read)}))
             return loaded[-1]
 
         monkeypatch.setattr(source, "load_data", load)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from kos.errors import DataError, KosError
+from kos.train.data import Tokens
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import TEXT, Lines
 from kos.train.data.tokenized import read_rows, tokenize
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.data.tokens import Tokens
 from tests.train.refusal import refused
 
 

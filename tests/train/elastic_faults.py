@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 from kos.bench.report import provenance, to_json
 from kos.cuda.devices import visible_devices
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.launcher import OUTSIDE
 
 RANKS, SPARES = 4, 2

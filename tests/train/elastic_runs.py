@@ -12,7 +12,7 @@ from kos.comm.communicator import Communicator
 from kos.testing import Fault, spawn
 from kos.train.config.options import TrainConfig
 from kos.train.parallel.failures import Left
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.train.sharded import tensors_of_run
 

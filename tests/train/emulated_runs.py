@@ -9,7 +9,7 @@ from kos.testing import spawn
 from kos.train import evaluator
 from kos.train import trainer as loop
 from kos.train.config.options import TrainConfig
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.engine import host_engine

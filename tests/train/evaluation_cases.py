@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from kos.train.checkpoint import huggingface, saving
+from kos.train.data import HEADER_BYTES
 from kos.train.data.tokenizers import ByteTokenizer, Tokenizer
-from kos.train.data.tokens import HEADER_BYTES
 from kos.train.model.families import FAMILIES
 from kos.train.model.huggingface import to_huggingface
 from kos.train.model.llama import LlamaConfig

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from kos.train.generate import Decoder, Sampling, generate
-from kos.train.model.families import MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import GPT2Config, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.parameters import Parameters

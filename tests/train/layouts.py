@@ -13,9 +13,9 @@ import pytest
 from kos.testing import spawn
 from kos.train import optim
 from kos.train.config.options import TrainConfig
+from kos.train.data import Shard
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.data.tokens import Shard
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, generate
@@ -142,14 +142,14 @@ def held_by(device: Any, to_host: Callable[[Any], np.ndarray]) -> dict[tuple[Any
     """
     weights, state = device.whole_weights(), device.step.optimizer.state
     placements = device.state.placements
-    found = {("whole", name, placements[name].start, 0, 0): to_host(array) for name, array in weights.items()}
+    found = {("whole", name, str(placements[name].box), 0, 0): to_host(array) for name, array in weights.items()}
     for kind, array in state.items():
         flat = to_host(array.flat)
         for (name, span), (part, local) in itertools.product(array.spans.items(), array.parts()):
             start, stop = max(part.start, span.start), min(part.stop, span.stop)
             if start < stop:
                 at = local.start + start - part.start
-                key = kind, name, placements[name].start, start - span.start, stop - span.start
+                key = kind, name, str(placements[name].box), start - span.start, stop - span.start
                 found[key] = flat[at : at + stop - start]
     return {key: values.tobytes() for key, values in found.items()}
 

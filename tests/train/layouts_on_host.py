@@ -15,7 +15,7 @@ from kos.memory import array as array_module
 from kos.memory.arena import ALIGNMENT
 from kos.testing import spawn
 from kos.train import optim
-from kos.train.config.optimizers import not_of
+from kos.train.config import not_of
 from kos.train.device import cuda as engine_module
 from kos.train.device import dry_run, memory_plan
 from kos.train.device.cuda import CudaDevice

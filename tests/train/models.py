@@ -13,8 +13,8 @@ from kos.train.model.huggingface import to_huggingface
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.shape import RopeScaling
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.ops.parameters import Parameters
 from kos.train.parallel.gradients import Gradients
 

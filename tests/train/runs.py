@@ -8,7 +8,7 @@ import numpy as np
 
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 
 SMALL: dict[str, Any] = {

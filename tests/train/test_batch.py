@@ -11,7 +11,7 @@ from kos.train.config.flags import parse
 from kos.train.data.batches import Dataset, Tokens, load_data
 from kos.train.device.dry_run import DryCudaOps, DryOps
 from kos.train.model.model import Model
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
 from kos.train.parallel.data import shard_batch
 from tests.train.emulated_runs import text, train
 from tests.train.host_kernels.engine import on_host

@@ -13,7 +13,7 @@ from kos.train import checkpoint
 from kos.train.data.batches import load_data
 from kos.train.device.cpu import CpuDevice
 from kos.train.tokenize import tokenize
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.train import emulated_runs
 from tests.train.refusal import refused

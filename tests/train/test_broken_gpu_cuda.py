@@ -10,7 +10,7 @@ import pytest
 
 from kos import cuda
 from kos.train import checkpoint
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS
 
 AT = 5  # steps, after which there is a checkpoint

@@ -11,9 +11,9 @@ import pytest
 
 from kos.errors import DataError
 from kos.train.config.flags import parse
+from kos.train.data import Tokens
 from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate, read_chat_template
-from kos.train.data.tokens import Tokens
 from tests.train.chat_templates import CHATML, GEMMA, LLAMA, MISTRAL, MISTRAL_LAST, QWEN, SPECIAL, THINKING, bare
 from tests.train.of_transformers import transformers
 from tests.train.refusal import refused

@@ -20,7 +20,7 @@ from kos.train import checkpoint
 from kos.train.checkpoint import huggingface
 from kos.train.data.tokenizers import make_tokenizer
 from kos.train.parallel.failures import together
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.comm.shared_ranks import needs_core
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, run_program, running_program

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
-from kos.train.ops import Attend, Mask, compiled
+from kos.train.ops import Attend, Mask, Normalize, compiled
 from kos.train.ops import numpy as ops
-from kos.train.ops.norm import Normalize
 from kos.train.optim.adamw import AdamW
 from tests.train.cpu_ops import columns, poisoned_slab
 from tests.train.masks import random_starts

@@ -9,8 +9,7 @@ from kos.errors import ConfigError
 from kos.train.config import PRESETS
 from kos.train.config.flags import parse, without_effect
 from kos.train.config.options import KEYS, TrainConfig
-from kos.train.model.families import FAMILIES
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import FAMILIES, GPT2Config
 from kos.train.model.huggingface import to_huggingface
 from kos.train.model.llama import LlamaConfig
 from tests.train.models import SCALING, small

@@ -15,11 +15,11 @@ import pytest
 
 from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
+from kos.train.data import FileArray
 from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import Lines
-from kos.train.data.tokens import FileArray
 from tests.train.corpora import documents, jsonl, refusal, token_bytes
 from tests.train.refusal import refused
 

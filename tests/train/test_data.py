@@ -9,9 +9,9 @@ import pytest
 
 from kos.errors import DataError
 from kos.train.config.flags import parse
+from kos.train.data import Separator
 from kos.train.data.batches import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.data.tokens import Separator
 from tests.train.refusal import refused
 
 MASK = 2**64 - 1

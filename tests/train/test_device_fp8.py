@@ -11,11 +11,10 @@ from kos.cuda.devices import device_info
 from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import Scaled, scales_shape
+from kos.train.ops import Normalize, Scaled, scales_shape
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.fp8 import LEAST_CAPABILITY
-from kos.train.ops.norm import Normalize
 from kos.train.ops.numpy_blocks import widen
 from tests.host_compiler import needs_compiler
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
+from kos.train.ops import Normalize
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps, cublaslt
-from kos.train.ops.norm import Normalize
 from kos.train.parallel.fixed_order import equal_parts
 from tests.train.ops_cases import DTYPES, UNIT, Side, arena, columns, on_gpu, ops, side, sides, weight_gradients
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE
 from tests.train.beside_torch import losses_beside_torch
 from tests.train.sharded import tensors_of_run

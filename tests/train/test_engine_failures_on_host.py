@@ -11,7 +11,7 @@ from kos.errors import CudaError, KosError, RankLost, TrainingError
 from kos.train import checkpoint
 from kos.train.device.cuda import CudaDevice, Feed
 from kos.train.parallel.data import DataParallel
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.train.emulated_runs import column, text, train
 from tests.train.host_kernels.communicator import DeviceComm

@@ -21,14 +21,21 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model import huggingface
-from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import (
+    FAMILIES,
+    GPT2Config,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.shape import RopeScaling
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.ops.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
 from tests.goldens import distance, sketch

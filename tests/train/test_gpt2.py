@@ -8,7 +8,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.model import huggingface
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import GPT2Config
 from kos.train.model.initial import init_weights
 from kos.train.ops.parameters import Parameters
 from tests.train.models import random_weights, read_weights, sizes, tensors_of

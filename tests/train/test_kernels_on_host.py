@@ -1,7 +1,6 @@
 """The model and its optimizer on the trainer's CUDA kernels, on machines without a GPU: their threads run as fibers."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ pytestmark = needs_compiler
 ])  # fmt: skip
 def test_model(ops, shape, dtype):
     """The model's file on the cuda dialect: loss and every gradient, twice with the same bits in a fixed arena."""
-    config = replace((on_models.SHAPES | on_models.GPT2)[shape], num_hidden_layers=2 if shape == "odd" else 1)
+    config = (on_models.SHAPES | on_models.GPT2)[shape].replace(num_hidden_layers=2 if shape == "odd" else 1)
     pair = on_models.Pair(ops, config, dtype)
     loss, expected = pair.run(), pair.run64()
     tolerance = 1e-5 if dtype == "float32" else 0.1

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from kos.train import checkpoint
 from kos.train.model.families import FAMILIES
 from kos.train.parallel.schedules import SCHEDULES
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
 
 SECONDS = 240  # of a run, which takes some 6 alone; where others share the GPU, loading kernels takes long

@@ -25,7 +25,7 @@ from kos.testing import Fault, spawn
 from kos.train import checkpoint, folder, source
 from kos.train.checkpoint.huggingface import fingerprint
 from kos.train.device.cpu import CpuDevice
-from kos.train.tools.metrics import MetricsLog
+from kos.train.tools import MetricsLog
 from kos.train.trainer import Trainer
 from tests.train.runs import SMALL, _config, _losses, _train
 from tests.train.tokenizer_files import letters

@@ -9,7 +9,7 @@ import pytest
 from kos.errors import CheckpointError, ConfigError
 from kos.train import load
 from kos.train.config.flags import parse
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.train.runs import _config, _losses, _train, run
 from tests.train.sharded import tensors_of_run
 from tests.train.tokenizer_files import letters

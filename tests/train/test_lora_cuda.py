@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from kos.train import Trainer, checkpoint
 from kos.train.config.flags import parse
 from kos.train.export import export
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.comm.tcp_ranks import free_port
 from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
 from tests.train.test_publish import Server, saved

@@ -14,8 +14,8 @@ from kos.testing import spawn
 from kos.train.device import Piece
 from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import MULTIPLE, linears, weight_store
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train import layouts, layouts_on_host

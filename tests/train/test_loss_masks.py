@@ -15,7 +15,7 @@ import pytest
 from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
 from kos.train.data.batches import Dataset, load_data
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
 from tests.train.corpora import token_bytes
 from tests.train.of_transformers import transformers
 from tests.train.refusal import refused

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kos.train import checkpoint
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
 
 STEPS, SAVES = 600, 100

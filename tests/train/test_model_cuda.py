@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
+from kos.train.ops import Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.numpy_optimizer import LearningRate
 from kos.train.ops.parameters import Parameters

@@ -8,15 +8,15 @@ import pytest
 
 from kos.errors import CheckpointError
 from kos.memory.arena import Arena
+from kos.memory.sharded import Sharded
 from kos.testing import spawn
 from kos.train import checkpoint, optim
 from kos.train.config.flags import parse
 from kos.train.device.dry_run import DryRun
-from kos.train.layers import Placement
 from kos.train.model import huggingface
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import GPT2Config
 from kos.train.model.llama import LlamaConfig
-from kos.train.ops import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
+from kos.train.ops import NEWTON_SCHULZ
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, Optimizer, decay_matrices
@@ -38,15 +38,14 @@ MUON: dict[str, Any] = {"optimizer": "muon"}
 SHAPES = {
     "head": (50, 12), "norm": (12,), "wide": (12, 40), "q": (12, 12), "tall": (31, 12), "stacked.c_attn": (36, 12),
 }  # fmt: skip
-HIDDEN = {name: Placement(SHAPES[name]) for name in ("wide", "q", "tall", "stacked.c_attn")}
+HIDDEN = {name: Sharded(SHAPES[name]) for name in ("wide", "q", "tall", "stacked.c_attn")}
 
 
 def exact(x: np.ndarray) -> np.ndarray:
     """What the steps make of a matrix, by its singular values: an odd polynomial of a matrix is one of those."""
     u, values, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
     values /= np.linalg.norm(values)
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        a, b, c = NEWTON_SCHULZ
+    for a, b, c in NEWTON_SCHULZ:
         values = a * values + b * values**3 + c * values**5
     return (u * values) @ v
 

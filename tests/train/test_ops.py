@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
+from kos.train.ops import Normalize
 from kos.train.ops import numpy as ops
-from kos.train.ops.norm import Normalize
 from tests.train.cpu_ops import arena, check_gradients, columns, nan, nan_columns
 
 __all__ = ["arena"]  # a fixture

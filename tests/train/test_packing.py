@@ -12,11 +12,10 @@ import pytest
 from kos.errors import CheckpointError, DataError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.data import packing
+from kos.train.data import Shard, Tokens, packing
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.packing import PackedTokens, best_fit, counted, make_plan, pack
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.data.tokens import Shard, Tokens
 from kos.train.parallel.mesh import Layout
 from tests.train import emulated_runs, layouts
 from tests.train.corpora import overwrite, token_bytes

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from kos.errors import CheckpointError, ConfigError
 from kos.train import checkpoint
-from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config import OPTIMIZERS
 from kos.train.config.options import TrainConfig
 from kos.train.device.costs import cpu_rates
 from kos.train.device.dry_run import DryOps, plan_memory

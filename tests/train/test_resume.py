@@ -19,7 +19,7 @@ from kos.testing import spawn
 from kos.train import checkpoint, report
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program

@@ -16,7 +16,7 @@ from kos.train import checkpoint
 from kos.train.checkpoint import saving
 from kos.train.device.cpu import CpuDevice
 from kos.train.parallel.mesh import Layout
-from kos.train.tools.metrics import MetricsLog, read_metrics
+from kos.train.tools import MetricsLog, read_metrics
 from kos.train.trainer import Trainer
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program

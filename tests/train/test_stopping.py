@@ -20,13 +20,13 @@ from kos.train.device import cpu, dry_run
 from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.model.families import resolve
 from kos.train.model.model import InFlight, Model
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
 from kos.train.ops.parameters import Parameters
 from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone
 from kos.train.parallel.gradients import Gradients
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program

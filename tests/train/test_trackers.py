@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from kos.errors import ConfigError, install
-from kos.train.tools import trackers
-from kos.train.tools.metrics import METRICS, MetricsLog
+from kos.train.tools import METRICS, MetricsLog, trackers
 from tests.launcher import MPIRUN, needs_mpirun, run_program, skip_without_semaphores
 from tests.train.commands import ENVIRONMENT, SHAPE
 from tests.train.refusal import refused

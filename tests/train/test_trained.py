@@ -16,7 +16,7 @@ from kos.errors import BackendUnavailable, CheckpointError, InvalidArgument, Tra
 from kos.train import checkpoint, sample
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
 from kos.train.generate import Sampling, Uncached, continue_texts, generate, prompt_ids
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools import read_metrics
 from tests.train.runs import SMALL, _train
 
 PROMPT = "one ring"

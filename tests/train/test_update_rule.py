@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.config import flag_of
+from kos.train.config import OPTIMIZERS, flag_of, not_of
 from kos.train.config.flags import parse
-from kos.train.config.optimizers import OPTIMIZERS, not_of
 from kos.train.config.options import TrainConfig
 from kos.train.device.costs import Clock, TimedOps, cost
 from kos.train.device.dry_run import DryRun

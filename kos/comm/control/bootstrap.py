@@ -21,13 +21,14 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.arguments import number_in
-from kos.comm.control import listening, mpi_job
+from kos.comm.control import mpi_job
 from kos.comm.control.base import ControlPlane
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.identity import claimed, hold, load_secret
-from kos.comm.control.join import call_members
 from kos.comm.control.mpi import rendezvous_of_mpi
+from kos.comm.control.network import check_variables
+from kos.comm.control.newcomers import call_members
 from kos.comm.control.place import (
     Place,
     checked_offer,
@@ -140,7 +141,7 @@ def default_rendezvous(
     ``watched``: end the process if MPI_Init takes longer than ``timeout`` seconds.
     Raises InvalidArgument in a thread of ``kos.testing.spawn``, where each rank would become a group of one.
     """
-    listening.check()
+    check_variables()
     if threading.current_thread().name.startswith(RANK_THREAD):
         raise InvalidArgument(
             "init: expected the function to use the comm that kos.testing.spawn passes, got kos.init() in its thread"
@@ -166,11 +167,11 @@ def join_rendezvous(
 
     Raises RendezvousError.
     """
-    listening.check()
+    check_variables()
     if address.startswith(THREADS):
         return join_threads(address, dict(hello), timeout)
     known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret or load_secret(os.environ)
-    return call_members(address, known, hello, timeout)
+    return call_members(address, known, hello, timeout, partial(TCPControlPlane.joined, known))
 
 
 _OPTIONAL: dict[str, tuple[str, ...]] = {"address": ("local_rank", "secret"), "store": ()}
@@ -184,7 +185,7 @@ def rendezvous_of(given: Any, timeout: float) -> ControlPlane:
     """
     if isinstance(given, ControlPlane):
         return given
-    listening.check()
+    check_variables()
     if isinstance(given, Mapping):
         return _by_place(given, timeout)
     dist = sys.modules.get("torch.distributed")

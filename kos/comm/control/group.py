@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from kos.comm import timeouts
 from kos.comm.control.base import ControlPlane, Location
@@ -39,13 +39,14 @@ from kos.comm.control.hub import (
     stop,
 )
 from kos.comm.control.identity import hold, load_secret
+from kos.comm.control.network import Network, connect_all, is_loopback, unreached
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel, Inbox
-from kos.comm.control.peers import connect_all, unreached
 from kos.comm.control.threads import ThreadGroup
-from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, Network, copied, drive, is_loopback
+from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, copied, drive
 from kos.comm.failures import PendingRanks
 from kos.comm.peer_status import PeerStatus
+from kos.environment import KOS_HOST
 from kos.errors import BackendUnavailable, KosError, RendezvousError, by_handler, from_record
 from kos.files import allow_files, lack_of_files, lacks_files
 
@@ -272,6 +273,17 @@ class TCPControlPlane(ControlPlane):
         self.failures.status.connect(self)
         if self.rank == 0:
             publish(self)
+
+    @classmethod
+    def joined(cls, secret: bytes, connection: Connection, answer: Mapping[str, Any], listener: socket.socket) -> Self:
+        """The group that a newcomer, which knows ``secret``, joins by the ``answer`` of its leader."""
+        plan, rank = answer["plan"], answer["rank"]
+        host, known = plan["members"][rank][0], connection.mask(bytes.fromhex(answer["secret"]), sent=False)
+        network = Network(known, host, host, is_loopback(host), plan["epoch"], host)
+        group = cls(rank, len(plan["members"]), plan["timeout"], network, None)
+        group.family, group.join_secret, group.host = plan["family"], secret, KOS_HOST.get()
+        group.enter(plan, listener, {0: connection})  # which copies the listener
+        return group
 
     def listen(self) -> socket.socket:
         """A listener for the hub of another group."""

@@ -412,7 +412,7 @@ def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
     def is_decided() -> bool:
         return is_cut_off(sock) or not holds_data(sock, termios.TIOCOUTQ)
 
-    wait(is_decided, time.monotonic() + _ACKNOWLEDGE_SECONDS, pause=0.01)
+    wait(is_decided, time.monotonic() + _ACKNOWLEDGE_SECONDS, waiter=0.01)
     return failures.on_hosts_of([0]) if is_cut_off(sock) else [0]
 
 

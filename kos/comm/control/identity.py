@@ -2,16 +2,14 @@
 
 Programs that a rank starts inherit the launcher's environment variables.  With these, ``kos.init`` would make each such
 program the same rank.  MPI would then wait forever, or a process that reads the other's messages would crash.
-Therefore, ``kos.init`` sets one more variable, with the id of this process and a digest of its job and rank.  A process
-that inherits it raises an error that names the rank's process, while that process runs.  A rank of another job may
-start, for example a rank of an mpirun that a rank has started.
+Therefore, ``kos.init`` sets one more variable, with the id of this process.  A process that inherits it raises an error
+that names the rank's process, while that process runs.
 
 The ranks of a job share a secret, from the environment or a file of this user (``load_secret``).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import stat
@@ -26,11 +24,9 @@ from typing import Any
 from kos.environment import KOS_CLAIM, KOS_SECRET
 from kos.errors import RendezvousError
 from kos.files import cache_folder
-from kos.launcher import OF_MPI, OF_OTHERS, VARIABLES, launched_place, under_mpirun
-from kos.memory.ipc import namespace
+from kos.launcher import VARIABLES, launched_place, under_mpirun
 
 _PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL")
-_RUN = "TORCHELASTIC_RUN_ID"
 _JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _HYDRA = "hydra_pmi_proxy"  # each rank's parent under MPICH's mpirun, which does not name the job
 
@@ -79,39 +75,15 @@ def claimed(by_mpi: bool) -> Iterator[None]:
 
     Raises RendezvousError if this process has inherited the claim of another one, which runs.
     """
-    pid, _, of = KOS_CLAIM.get().partition(" ")
-    if of == (mine := _digest(by_mpi)) and pid != str(os.getpid()) and process(pid)[1]:
+    pid = KOS_CLAIM.get()
+    if pid.isdecimal() and pid != str(os.getpid()) and process(pid)[1]:
         raise RendezvousError(_refusal(by_mpi, pid))
     making = hold(lambda: None)  # keeps the claim if another group is closed meanwhile
-    os.environ[KOS_CLAIM.name] = f"{os.getpid()} {mine}"
+    os.environ[KOS_CLAIM.name] = str(os.getpid())
     try:
         yield
     finally:
         release(making)
-
-
-def _digest(by_mpi: bool) -> str:
-    """The same in all processes that have the same job and rank.  Ids of processes belong to a PID namespace."""
-    text = " ".join([namespace("pid"), "mpi" if by_mpi else "tcp", *_identity(by_mpi)])
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
-
-
-def _identity(by_mpi: bool) -> tuple[str, str]:
-    """The name of the job, "" if it has none, and the rank there, from the environment variables that determine them.
-
-    Variables of other launchers do not count.  For example, a torchrun inside a rank of mpirun sets some too.
-    """
-    launcher, of_job, of_rank = "", list[str](), [*VARIABLES[:2]]
-    if by_mpi:
-        launcher = _launcher()
-        of_job += _JOB[:1] if launcher or _JOB[0] in os.environ else _JOB[1:]
-        of_rank = [rank for rank, _ in OF_MPI]
-    elif VARIABLES[0] in os.environ:
-        of_job += [_RUN, *VARIABLES[2:]]
-    else:
-        of_job, of_rank = [*_JOB[1:], *VARIABLES[2:]], [*OF_OTHERS[1]]
-    given = [[f"{name}={os.environ[name]}" for name in names if name in os.environ] for names in (of_job, of_rank)]
-    return launcher + " ".join(given[0]), " ".join(given[1])
 
 
 def _refusal(by_mpi: bool, pid: str) -> str:
@@ -123,7 +95,7 @@ def _refusal(by_mpi: bool, pid: str) -> str:
     else:
         names = [name for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS") if name in os.environ]
     alone = f"to make process {me} a group of one, start it without the variables {', '.join(names)}"
-    another = "to make it a rank of another job, start it with a launcher of that job"
+    another = f"to make it a rank of another job, start it without {KOS_CLAIM.name}"
     return f"init: {text}: expected no second one, got process {me}; {alone}; {another}"
 
 
@@ -139,7 +111,7 @@ def release(group: Any) -> None:
     _holders.discard(group)
     MPI = sys.modules.get("mpi4py.MPI")
     kept = len(_holders) or (under_mpirun() and MPI is not None and MPI.Is_initialized())
-    if not kept and KOS_CLAIM.get().startswith(f"{os.getpid()} "):  # not that of a parent
+    if not kept and KOS_CLAIM.get() == str(os.getpid()):  # not that of a parent
         del os.environ[KOS_CLAIM.name]
 
 

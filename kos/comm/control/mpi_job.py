@@ -218,7 +218,7 @@ def wait_request(request: Any, timeout: float | None, look: Callable[[], None] =
     Meanwhile ``look`` is called, which may raise.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    if not (done := bool(wait(request.Test, deadline, look, Backoff().pause))):
+    if not (done := bool(wait(request.Test, deadline, look, Backoff()))):
         keep_unfinished(request)
     return done
 

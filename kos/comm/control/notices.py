@@ -140,7 +140,7 @@ class Channel:
         def forwarded() -> bool:
             return token in inbox.forwarded or 0 in self._group.deaths() or inbox.closed
 
-        sent = waits.wait(forwarded, time.monotonic() + timeout, pause=0.0002)
+        sent = waits.wait(forwarded, time.monotonic() + timeout, waiter=0.0002)
         inbox.forwarded.discard(token)
         return sent
 

@@ -30,8 +30,7 @@ from kos.comm.control.base import machine_id
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import publish
 from kos.comm.control.identity import load_secret
-from kos.comm.control.listening import bound
-from kos.comm.control.wire import Network, is_loopback
+from kos.comm.control.network import Network, bound, is_loopback
 from kos.comm.failures import FailureLog
 from kos.comm.waits import wait
 from kos.environment import KOS_HOST
@@ -154,7 +153,7 @@ def _listen(network: Network, place: Place) -> socket.socket:
                     raise RendezvousError(f"{name}: rank 0 cannot listen at {port}: {error}") from error
         return None
 
-    if (listener := wait(listen, time.monotonic() + BUSY_SECONDS, pause=0.05)) is None:
+    if (listener := wait(listen, time.monotonic() + BUSY_SECONDS, waiter=0.05)) is None:
         tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
         raise RendezvousError(
             f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "

@@ -194,7 +194,7 @@ def _ask_hub(plane: Any, header: list[Any], value: bytes, seconds: float, what: 
     inbox.expected.add(token)
     try:
         plane.post(STORE + pack(header, value))
-        if waits.wait(answered, time.monotonic() + seconds, pause=pause):
+        if waits.wait(answered, time.monotonic() + seconds, waiter=pause):
             return answers.pop(token)
         return None
     finally:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import resource
@@ -34,11 +33,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kos.comm.control.listening import listen
 from kos.errors import RendezvousError
 from kos.files import lacks_files
 
@@ -73,45 +69,6 @@ class HandshakeError(RendezvousError):
     unproved: int | None = None
 
 
-@dataclass(slots=True)
-class Network:
-    """The addresses and the secret by which the ranks of a job reach each other."""
-
-    secret: bytes
-    hub: str  # the host of the job's rank 0, as this rank knows it
-    host: str  # this rank's host as all others know it; empty: the host of rank 0
-    loopback: bool  # all ranks are on one host, and only they connect
-    epoch: int = 0  # the number of times that the membership has changed
-    name: str = ""  # the host of the job's rank 0, as other hosts know it
-
-    def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket; on all interfaces unless the job stays on one host.  Raises OSError, RendezvousError."""
-        listener = listen(self.hub if self.loopback else "", port)
-        adopt(listener)
-        return listener
-
-    def key(self, purpose: bytes) -> bytes:
-        """The key of one group's connections, so that a proof for one group is invalid for another."""
-        return _mac(self.secret, b"kos key ", purpose)
-
-    def call(
-        self, host: str, port: int, purpose: bytes, rank: int, size: int, deadline: float, greeting_seconds: float = 1e9
-    ) -> Connection:
-        """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
-
-        The listener has ``greeting_seconds`` seconds to send its greeting.  Raises OSError, HandshakeError.
-        """
-        first = min(deadline, time.monotonic() + greeting_seconds)
-        sock = connect(host or self.hub, port, first)
-        try:
-            greeting = drive(receive_greeting(sock), sock, first)
-            # No retry from here on: the listener may have accepted this rank.
-            return drive(authenticate(sock, greeting, self.key(purpose), rank, size, self.epoch), sock, deadline)
-        except BaseException:
-            sock.close()
-            raise
-
-
 class Connection:
     """An authenticated connection to one rank, for messages of one epoch at a time."""
 
@@ -127,7 +84,7 @@ class Connection:
         if len(message) > MAX_MESSAGE:
             raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got {len(message)}")
         number = _NUMBER.pack(self._sent, len(message), self.epoch)
-        tag = _mac(self._send_key, number, digest or digest_of(message))
+        tag = mac(self._send_key, number, digest or digest_of(message))
         head = _HEAD.pack(len(message), self.epoch) + tag
         self._outgoing += [head + message] if len(message) < _COPIED else [head, message]
         self._sent += 1
@@ -174,7 +131,7 @@ class Connection:
                 raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got a header of {length}")
             message = yield from _read(self.sock, length)
             number = _NUMBER.pack(self._received, length, epoch)
-            if not hmac.compare_digest(_mac(self._receive_key, number, digest_of(message)), head[_HEAD.size :]):
+            if not hmac.compare_digest(mac(self._receive_key, number, digest_of(message)), head[_HEAD.size :]):
                 raise RendezvousError(f"message {self._received}: expected its HMAC, got another")
             self._received += 1
             if epoch == self.epoch:
@@ -186,7 +143,7 @@ class Connection:
         One secret for each direction: the key stream is the same each time.
         """
         key, blocks = self._send_key if sent else self._receive_key, range(len(data) // _PROOF + 1)
-        stream = b"".join(_mac(key, b"mask", number.to_bytes(4)) for number in blocks)
+        stream = b"".join(mac(key, b"mask", number.to_bytes(4)) for number in blocks)
         return bytes(a ^ b for a, b in zip(data, stream, strict=False))
 
     def close(self) -> None:
@@ -212,14 +169,14 @@ def answer(
         if not join:
             raise HandshakeError("handshake: expected a rank, got a newcomer")  # which calls again
         key = join
-    if not hmac.compare_digest(proof, _mac(key, b"caller", greeting, hello)):
+    if not hmac.compare_digest(proof, mac(key, b"caller", greeting, hello)):
         sock.send(_REFUSED)
         error = HandshakeError("handshake: expected a proof of the secret, got a wrong one")
         error.unproved = rank
         raise error
     if theirs != epoch:
         raise HandshakeError(f"rank {rank}: expected epoch {epoch}, got {theirs}")
-    sock.send(_mac(key, b"listener", greeting, hello))
+    sock.send(mac(key, b"listener", greeting, hello))
     return rank, size, Connection(sock, *_session_keys(key, greeting, hello), epoch=epoch)
 
 
@@ -248,9 +205,9 @@ def authenticate(
     if theirs != epoch:
         raise HandshakeError(f"expected epoch {epoch} of the membership, got {theirs}")
     hello = _HELLO.pack(_MAGIC, epoch, rank, size, os.urandom(_NONCE))
-    sock.send(hello + _mac(key, b"caller", greeting, hello))
+    sock.send(hello + mac(key, b"caller", greeting, hello))
     proof = yield from _read(sock, _PROOF)
-    if not hmac.compare_digest(proof, _mac(key, b"listener", greeting, hello)):
+    if not hmac.compare_digest(proof, mac(key, b"listener", greeting, hello)):
         raise HandshakeError("expected the same secret (KOS_SECRET) on all ranks, got different ones")
     receive_key, send_key = _session_keys(key, greeting, hello)
     return Connection(sock, send_key, receive_key, epoch)
@@ -369,29 +326,6 @@ def _with_hello(handshake: Waiting[tuple[int, int, Connection]]) -> Waiting[tupl
     return rank, json.loads((yield from connection.receive())), connection
 
 
-def admit_all(
-    listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float,
-    look: Callable[[], None] = lambda: None, epoch: int = 0,
-) -> tuple[dict[int, Connection], list[int]]:  # fmt: skip
-    """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline.
-
-    ``look`` is called every second and may raise.  Closes the listener.  Raises the OSError of ``Acceptor.admit``.
-    """
-    admitted: dict[int, Connection] = {}
-    with listener, closing(Acceptor(listener, key, epoch, reserved=len(expected))) as acceptor:
-        while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
-            caller = acceptor.admit(min(remaining, 1.0))
-            if caller is None:
-                look()
-                continue
-            rank, its_size, connection = caller
-            if rank in admitted or rank not in expected or its_size != size:
-                connection.close()
-            else:
-                admitted[rank] = connection
-    return admitted, sorted(missing)
-
-
 def connect(host: str, port: int, deadline: float) -> socket.socket:
     """A connected, non-blocking socket.  Raises OSError."""
     sock = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.001))
@@ -427,16 +361,6 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
                 look()
         else:
             raise TimeoutError("it accepted the connection, but did not answer in time: it may be stopped, or not kos")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is localhost or a loopback address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -490,10 +414,10 @@ def digest_of(message: bytes) -> bytes:
     return hashlib.sha256(message).digest()
 
 
-def _mac(key: bytes, *parts: bytes) -> bytes:
+def mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
 def _session_keys(key: bytes, greeting: bytes, hello: bytes) -> tuple[bytes, bytes]:
     """The keys of (what the listener sends, what the caller sends)."""
-    return _mac(key, b"to caller", greeting, hello), _mac(key, b"to listener", greeting, hello)
+    return mac(key, b"to caller", greeting, hello), mac(key, b"to listener", greeting, hello)

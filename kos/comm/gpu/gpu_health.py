@@ -8,10 +8,11 @@ The host waits only where the program asks for it (``Work.wait(timeout)``, ``Wor
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import wait as await_futures
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import CommState
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.prepared import Store
-from kos.comm.waits import Backoff, start_in_thread
+from kos.comm.waits import Backoff, start_in_thread, wait
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
@@ -98,27 +99,28 @@ class WatchedBackend:
 
     def wait_on_host(self, o: Work[Any], over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
-        began, idle = time.monotonic(), Backoff()
-        show_at = first = began + _SHOW_EVERY
-        try:
-            while not over():
-                self.check(o)
-                if self.failures.first is not None:  # the watchdog was first: it alone notices a dead rank
-                    raise self.failures.first.copy()
-                now = time.monotonic()
-                if timeout is not None and now - began > timeout:
-                    raise self._expired(o, timeout)
-                if now > show_at:
-                    self.failures.show_wait(self.late(o))
-                    show_at = now + _SHOW_EVERY
-                idle.pause(0, None)
+        shown = False
+
+        def poll() -> bool:
+            is_over = over()
             self.check(o)  # all ranks have begun what is over: compare their calls
-            if self.failures.first is not None:
+            if self.failures.first is not None:  # the watchdog was first: it alone notices a dead rank
                 raise self.failures.first.copy()
+            return is_over
+
+        def show() -> None:
+            nonlocal shown
+            shown = True
+            self.failures.show_wait(self.late(o))
+
+        try:
+            deadline = math.inf if timeout is None else time.monotonic() + timeout
+            if not wait(poll, deadline, show, Backoff(), _SHOW_EVERY) and timeout is not None:
+                raise self._expired(o, timeout)
         except Exception as error:
             self._raise(o, error)
         finally:  # after the failure is posted: a rank with neither a wait nor a failure is named as the cause
-            if show_at > first:
+            if shown:
                 self.failures.show_wait(None)
 
     def _expired(self, o: Work[Any], timeout: float) -> KosError:
@@ -345,7 +347,7 @@ def wait_for_idle(backend: Any, drain: Callable[[], None]) -> None:
     began = _aborting[backend] = time.monotonic()
     drained = start_in_thread(drain)
     drained.add_done_callback(lambda _: _aborting.pop(backend, None))
-    while not wait([drained], watchdog.TICK).done:
+    while not await_futures([drained], watchdog.TICK).done:
         if time.monotonic() > began + _ABORT_SECONDS:
             log.error("rank %d: the GPU did not end its work within %g s", backend.rank, _ABORT_SECONDS)
             return

@@ -32,9 +32,9 @@ from kos.comm.host.shared import (
 )
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
-from kos.comm.prepared import Fingerprints, Prepared, Store, refuse, without_memory
+from kos.comm.prepared import Fingerprints, Prepared, Store, without_memory
+from kos.comm.recorder import Tracer
 from kos.comm.schedules import runnable
-from kos.comm.tracing import Tracer
 from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work, raising
@@ -95,6 +95,10 @@ class HostBackend:
         self.scheduled = ScheduledCalls(self.transport, self._shared_memory)
         if self.shared is not None:
             self.shared.waiting = self.scheduled.matching.waiting
+        self.has_envelopes = self.shared is not None or type(self.transport).arrived is not Backend.arrived
+        """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
+        self.finds_any_tag = self.shared is not None or self.transport.finds_any_tag
+        """Whether receives and probes may take messages of any tag."""
         if self.transport.processes:
             at_exit(self)
 
@@ -121,9 +125,9 @@ class HostBackend:
         made.gpu_array_hint = self.gpu_array_hint
         return made
 
-    def core_calls(self) -> tuple[Any, Any]:
-        """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
-        return (None, None) if self.calls is None else (self.calls.core, self._shared_memory)
+    def core_calls(self) -> tuple[Any, None]:
+        """The core's Group for the calls of a communicator, or None.  Nothing else has to describe calls to it."""
+        return None if self.calls is None else self.calls.core, None
 
     @property
     def shares_memory(self) -> bool:
@@ -189,11 +193,6 @@ class HostBackend:
             shared.bind(prepared)
         return prepared
 
-    @property
-    def has_envelopes(self) -> bool:
-        """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
-        return self.shared is not None or type(self.transport).arrived is not Backend.arrived
-
     def poll_message(self, src: int, tag: int) -> Envelope | None:
         """The envelope of the next message from ``src``, a rank or ANY, None if none has arrived; raises failures."""
         try:
@@ -230,7 +229,7 @@ class HostBackend:
         try:
             for work in works:
                 if self.failures.first is not None:
-                    refuse(work)
+                    work.refuse()
                 with nullcontext() if self.tracing is None else self.tracing((work,), False, False):
                     steps = work.prepared.launch(work)
                 if steps is not None:

@@ -72,13 +72,13 @@ class Poller:
         """See ``Backend.waiter``."""
         return self._events
 
-    def pause(self, mark: int | None = None, seconds: float | None = None) -> None:
-        """See ``Backend.waiter``.  Without a ``mark``, it waits until a socket is ready.
+    def pause(self, mark: int, seconds: float | None) -> None:
+        """See ``Backend.waiter``.
 
         It returns at once if an event since ``mark`` was handled, as this may have completed a message after its
         operation was polled.  An event that was not handled keeps its socket ready.
         """
-        if mark is None or mark == self._events:
+        if mark == self._events:
             self._ready = self.epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
@@ -91,6 +91,7 @@ class TCPTransport(Backend):
 
     name = "tcp"
     processes = True
+    finds_any_tag = True
 
     def __init__(
         self, rendezvous: ControlPlane, engine: Engine, poller: Poller | None = None,
@@ -294,8 +295,8 @@ class TCPTransport(Backend):
                 peer.close()
 
     def _linger(self, over: Callable[[], bool]) -> None:
-        def pause() -> None:
-            self.poller.pause(seconds=0.001)
+        def poll() -> bool:
             self.poller.progress()
+            return over()
 
-        wait(over, time.monotonic() + _CLOSE_SECONDS, pause=pause)
+        wait(poll, time.monotonic() + _CLOSE_SECONDS)

@@ -19,7 +19,7 @@ from kos.commands import python_code
 from kos.errors import CheckpointError, raised_as
 from kos.files import OpenFile
 from kos.train.layers.lora import is_adapter
-from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
+from kos.train.model.families import TRANSPOSED, GPT2Config
 from kos.train.model.huggingface import whole
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops.parameters import Shape

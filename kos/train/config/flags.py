@@ -24,13 +24,13 @@ from kos.train.config import (
     by_source,
     flag_of,
     flatten,
+    not_of,
     of_0_2,
     preset_values,
     suggestion,
     unique_keys,
 )
 from kos.train.config.fine_tuning import Layer, with_model
-from kos.train.config.optimizers import not_of
 from kos.train.config.options import KEYS, TrainConfig, configure
 from kos.train.model import option_of
 

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from kos.errors import DataError, plural
 from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
+from kos.train.data import Tokens
 from kos.train.data.corpus import Corpus, Show, errors_with, read_corpus
 from kos.train.data.loading import lines_of, load_tokens
 from kos.train.data.mixture import Mixture, mix, permuted
 from kos.train.data.packing import PackedTokens, Packing, pack
 from kos.train.data.tokenizers import Tokenizer
-from kos.train.data.tokens import Tokens
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
 from kos.train.parallel.mesh import Axis
 
 EVAL_BATCH_TOKENS = 16_384

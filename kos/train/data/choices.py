@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.errors import DataError
+from kos.train.data import HEADER_BYTES
 from kos.train.data.corpus import errors_with
 from kos.train.data.documents import read_records
 from kos.train.data.tokenizers import Tokenizer
-from kos.train.data.tokens import HEADER_BYTES
 
 LLMC = 20240522
 """The magic number of llm.c's evaluation files."""

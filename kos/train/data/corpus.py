@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
 from kos.train.config import HOLD_OUT
+from kos.train.data import VOCAB_SIZES, is_tokenized, mask_of, open_tokens
 from kos.train.data.documents import (
     OPENERS,
     TEXT,
@@ -31,7 +32,6 @@ from kos.train.data.documents import (
     open_documents,
 )
 from kos.train.data.tokenizers import SAVED
-from kos.train.data.tokens import VOCAB_SIZES, is_tokenized, mask_of, open_tokens
 
 _log = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.config import KINDS, WITHOUT
+from kos.train.data import has_magic
 from kos.train.data.chat import ChatTemplate
 from kos.train.data.messages import JSON, counts
-from kos.train.data.tokens import has_magic
 
 _log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from kos.errors import DataError, SettingError
 from kos.files import cache_folder, sync
 from kos.train.config import by_source
 from kos.train.config.options import TrainConfig
+from kos.train.data import BEGINS, Separator, Shard, Tokens, beyond_vocabulary, check_mask
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show
 from kos.train.data.documents import Lines
@@ -36,7 +37,6 @@ from kos.train.data.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
-from kos.train.data.tokens import BEGINS, Separator, Shard, Tokens, beyond_vocabulary, check_mask
 
 TOKENS_VERSION = 2
 """Increase this number if the same text and settings give other tokens, other pieces or another split than before."""

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import DataError, plural
-from kos.train.data.tokens import Tokens
-from kos.train.ops.batch import Batch
+from kos.train.data import Tokens
+from kos.train.ops import Batch
 
 
 class Source(Protocol):

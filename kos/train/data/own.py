@@ -18,10 +18,10 @@ import numpy as np
 from kos.errors import ConfigError, DataError, InvalidArgument, KosError, SettingError
 from kos.train.config import flag_of
 from kos.train.config.options import TrainConfig
+from kos.train.data import Tokens
 from kos.train.data.batches import LEFT_OUT, Dataset, counted
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
-from kos.train.data.tokens import Tokens
-from kos.train.ops.batch import Batch
+from kos.train.ops import Batch
 from kos.train.parallel.failures import answers_of_all, on_every_rank
 from kos.train.parallel.mesh import Axis, Mesh
 

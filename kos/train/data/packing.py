@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from kos.errors import plural
 from kos.files import replace_file
+from kos.train.data import Tokens
 from kos.train.data.mixture import permuted
-from kos.train.data.tokens import Tokens
 
 _log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from kos.errors import ConfigError, DataError, plural
 from kos.files import replace_file
+from kos.train.data import FORMAT, FORMATS, HEADER_BYTES, MANIFEST, Shard, Tokens, is_tokenized, open_tokens
 from kos.train.data.corpus import Corpus, Show, errors_with
 from kos.train.data.documents import Document, Records, Text
 from kos.train.data.tokenizers import Encoded, Tokenizer
-from kos.train.data.tokens import FORMAT, FORMATS, HEADER_BYTES, MANIFEST, Shard, Tokens, is_tokenized, open_tokens
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from kos.comm.compression import FORMATS
 from kos.comm.reduction import ReduceOp
 from kos.errors import ConfigError, SettingError
 from kos.train.machine import DRIVER, PEAK_FLOPS
-from kos.train.ops import NEWTON_SCHULZ_STEPS, Array, Attend, Ops, Scaled, attended_pairs
+from kos.train.ops import NEWTON_SCHULZ, Array, Attend, Normalize, Scaled, attended_pairs
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.norm import Normalize
+from kos.train.ops.protocol import Ops
 from kos.train.parallel.mesh import Layout
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables",
@@ -108,8 +108,8 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
     elif name == "orthogonalize":  # in a step three products, of operands of two shapes
         x = arrays[0]
         least, most = sorted(x.shape[-2:])
-        nbytes = NEWTON_SCHULZ_STEPS * (5 * nbytes + 4 * nbytes * least // most)
-        flops = NEWTON_SCHULZ_STEPS * 2.0 * x.size * least * (2 + least / most)
+        nbytes = len(NEWTON_SCHULZ) * (5 * nbytes + 4 * nbytes * least // most)
+        flops = len(NEWTON_SCHULZ) * 2.0 * x.size * least * (2 + least / most)
     elif name == "update":  # of all but the state, the share of this rank and rule
         weights, gradients, state, copy = arguments[1:5]
         share = (state[0] if state else weights).size

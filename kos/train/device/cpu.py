@@ -11,9 +11,8 @@ from kos.train.device import Device
 from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.device.memory_plan import GIB, plan_buckets
 from kos.train.model.llama import LlamaConfig
-from kos.train.ops import Loss
+from kos.train.ops import Batch, Loss
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.step import REPORT, Step, StepResult

@@ -36,13 +36,13 @@ from kos.train.layers.lora import A, is_adapter
 from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model
-from kos.train.ops import Attend, Ops
+from kos.train.ops import Attend, Batch
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM, kernel_set, unsupported
 from kos.train.ops.numpy_attention import view_of_keys_and_values
 from kos.train.ops.parameters import OwnedSlices, Parameters
+from kos.train.ops.protocol import Ops
 from kos.train.optim import MatrixRule, UpdateRule, elements, state_of
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.gradients import Weights

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from kos.errors import CheckpointError, SettingError
 from kos.train.model import closest, one_line, option_of
-from kos.train.model.families import FAMILIES, resolve, rotated_layers
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import FAMILIES, GPT2Config, resolve, rotated_layers
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.shape import KEYS, ModelShape
 

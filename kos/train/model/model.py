@@ -24,8 +24,7 @@ from kos.train.layers import PassContext
 from kos.train.layers.attention import Attention, Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.ops import Array, Loss
-from kos.train.ops.batch import Batch
+from kos.train.ops import Array, Batch, Loss
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
 from kos.train.parallel import fixed_order

@@ -12,8 +12,7 @@ import numpy as np
 
 from kos import _core
 from kos.memory.arena import Arena
-from kos.train.ops import Attend
-from kos.train.ops.norm import Normalize
+from kos.train.ops import Attend, Normalize
 
 Array = np.ndarray
 native: Any = _core.native if hasattr(_core.native, "kernels") else None

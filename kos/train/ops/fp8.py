@@ -29,10 +29,10 @@ import numpy as np
 
 from kos.errors import SettingError
 from kos.memory.arena import Arena
-from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
+from kos.train.ops import SCALE_BLOCK, Array, Normalize, Scaled, scales_shape
 from kos.train.ops.linear import Wrapper
-from kos.train.ops.norm import Normalize
 from kos.train.ops.parameters import OnFirstRead, Shape
+from kos.train.ops.protocol import Ops
 
 Take = Callable[[Any, Any], Any]
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array
-from kos.train.ops.norm import Normalize
+from kos.train.ops import Array, Normalize
 
 
 def bias_of(name: str) -> str:

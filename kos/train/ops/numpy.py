@@ -17,9 +17,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled, compiled, of_function
-from kos.train.ops.batch import Batch
-from kos.train.ops.norm import Normalize
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, Batch, Normalize, Scaled, compiled, of_function
 from kos.train.ops.numpy_attention import add_keys_and_values as add_keys_and_values
 from kos.train.ops.numpy_attention import append_to_cache as append_to_cache
 from kos.train.ops.numpy_attention import attention as attention
@@ -442,14 +440,13 @@ def mean_loss(losses: Array, count: Array, out: Array) -> None:
 def orthogonalize(x: Array, arena: Arena) -> None:
     _, rows, columns = x.shape
     tall, least = rows > columns, min(rows, columns)
-    a, b, c = NEWTON_SCHULZ
     with arena.scope():
         gram, poly = (arena.take((least, least), x.dtype) for _ in range(2))
         more = arena.take((rows, columns), x.dtype)
         for each in x:
             each /= max(float(np.linalg.norm(each)), LEAST_NORM)
             wide, out = (each.T, more.T) if tall else (each, more)
-            for _ in range(NEWTON_SCHULZ_STEPS):
+            for a, b, c in NEWTON_SCHULZ:
                 matmul(wide, wide.T, gram)
                 matmul(gram, gram, poly)
                 poly *= c

@@ -14,8 +14,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.ops import SCALE_BLOCK, Scaled, compiled, scales_shape
-from kos.train.ops.norm import Normalize
+from kos.train.ops import SCALE_BLOCK, Normalize, Scaled, compiled, scales_shape
 from kos.train.ops.threads import matmul
 
 Array = np.ndarray

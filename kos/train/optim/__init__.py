@@ -33,7 +33,7 @@ Update = Callable[[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray], No
 class UpdateRule:
     """How an optimizer updates weights, and which state it keeps for them.
 
-    A new rule is a file beside ``adamw.py``, a kernel, and an entry in ``OPTIMIZERS`` (``config/optimizers.py``). The
+    A new rule is a file beside ``adamw.py``, a kernel, and an entry in ``OPTIMIZERS`` (``config/__init__.py``). The
     tests of rules run every entry. Checkpoints, plans and ZeRO-1 follow from the fields below.
 
     On GPUs, the update is the CUDA kernel named ``kernel`` in ``ops/cuda/kernels/KERNEL.cu``. ``CudaOps.update`` passes

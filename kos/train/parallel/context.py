@@ -22,8 +22,8 @@ from dataclasses import replace
 import numpy as np
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array, Attend, Mask, Ops, attended_pairs
-from kos.train.ops.batch import Batch
+from kos.train.ops import Array, Attend, Batch, Mask, attended_pairs
+from kos.train.ops.protocol import Ops
 from kos.train.parallel.fixed_order import Split, equal_parts, scatter_sum, sum_tree
 from kos.train.parallel.mesh import ALONE, Axis
 

@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 from kos.errors import SettingError
 from kos.memory.arena import Arena
-from kos.train.ops import Array
+from kos.train.ops import Array, Normalize
 from kos.train.ops.linear import LinearOps, bias_of
-from kos.train.ops.norm import Normalize
 from kos.train.parallel.mesh import ALONE, Axis
 
 ORDER = 3

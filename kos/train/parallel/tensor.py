@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array, Ops
+from kos.train.ops import Array
+from kos.train.ops.protocol import Ops
 from kos.train.parallel.fixed_order import equal_parts, scatter_sum, start_scatter_sum
 from kos.train.parallel.mesh import ALONE, Axis
 

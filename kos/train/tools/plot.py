@@ -17,7 +17,7 @@ from kos.commands import program
 from kos.errors import DataError, KosError
 from kos.files import PALETTE, check_picture
 from kos.reporting import ArgumentParser
-from kos.train.tools.metrics import METRICS, read_metrics
+from kos.train.tools import METRICS, read_metrics
 
 LINES = ("-", ":", "-.")
 """How runs are drawn whose colours repeat."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from kos.errors import SettingError, install
 from kos.files import replace_file
-from kos.train.tools.metrics import METRICS
+from kos.train.tools import METRICS
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """Trackers and what they import. tensorboardX writes the files; unlike tensorboard it needs no web server to do so."""

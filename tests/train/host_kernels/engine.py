@@ -25,11 +25,12 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
 from kos.train.device import dry_run, memory_plan
-from kos.train.ops import Attend, Ops
+from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda.cublaslt import Columns
 from kos.train.ops.numpy_optimizer import CHUNKS, KERNELS, SCALARS
+from kos.train.ops.protocol import Ops
 from kos.train.optim import CHUNK
 from tests.host_compiler import COMPILER
 from tests.train.host_kernels import emulator

@@ -19,7 +19,7 @@ import numpy as np
 from kos._core import native
 from kos.comm.contract import Request
 from kos.comm.control.base import ControlPlane
-from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing, Liveness
+from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, OPERATIONS, Message, Operation
@@ -119,6 +119,8 @@ class SharedMemoryTransport:
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
+        if o.message.recv_tag == ANY:
+            return
         if o.name == "recv_bytes" or o.message.src == ANY:
             self._bind_receive(prepared)
         if o.name not in _OPERATIONS or o.message.src == ANY:
@@ -143,7 +145,7 @@ class SharedMemoryTransport:
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
-        prepared.plan = call, puts, gets
+        prepared.plan, prepared.in_core = (call, puts, gets), prepared.launch == self.start
 
     def _bind_receive(self, prepared: Prepared) -> None:
         """Have the core look for the message of a receive first, before ``kos.comm.matching`` runs it."""
@@ -154,6 +156,7 @@ class SharedMemoryTransport:
                 _OPERATIONS["recv"], DTYPE_CODES[dtype], 0, 0, count, o.recv is None, None, None, 0, message.src,
                 0, message.recv_tag, 0,
             ), False, o.recv is not None  # fmt: skip
+            prepared.in_core = prepared.plan[0] is not None
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
         """Begin a call, or continue ``left``, which the core has begun.  Returns its steps; None if it is complete."""
@@ -182,21 +185,7 @@ class SharedMemoryTransport:
 
     def _waits(self, message: Message) -> bool:
         """Whether a message has a receive, which comes after those that wait with its tag."""
-        return message.src is not None and message.recv_tag in self.waiting
-
-    def describe(self, work: Work[Any], x: int, out: int, *_: Any) -> tuple[Any, int, int, None]:
-        """The call that the core makes for calls like ``work``, and the arguments that it reads and writes.
-
-        ``x`` and ``out`` are the arguments that are the input and output of the operation, or -1.  The call is None if
-        the core cannot start such calls, for example because they run by a schedule, or return a new array.
-        """
-        prepared, send, recv = work.prepared, work.send, work.recv
-        starts = prepared.plan is not None and prepared.launch != self._start_scaled
-        starts = starts and (prepared.blocking or self._engine.thread is None) and (out >= 0 or not prepared.has_output)
-        if not starts or (send is not None and not send.size) or (recv is not None and not recv.size):
-            return None, x, out, None
-        call, puts, gets = prepared.plan
-        return call, x if puts else -1, out if gets else -1, None
+        return message.src is not None and (message.recv_tag in self.waiting or ANY in self.waiting)
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
@@ -220,7 +209,7 @@ class SharedMemoryTransport:
     def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
         work.core_work = left
-        liveness, what = Liveness(self.calls), work if work.collective else None
+        liveness, what = self.calls.liveness(), work if work.collective else None
         try:
             while not left.done():
                 if (end := liveness(filter(left.missing, range(self.size)), what)) is not None:
@@ -268,7 +257,7 @@ class SharedMemoryTransport:
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         for rank in ranks:
-            if (found := self._core.arrived(self._local[rank], tag)) is not None:
+            if (found := self._core.arrived(self._local[rank], tag % (1 << 64))) is not None:
                 return envelope(rank, *found)
         return None
 
@@ -320,7 +309,7 @@ class SegmentMessage:
             self._left = transport.begin(array, peer, tag, receives)
         except Difference as found:
             raise transport.refusal(found, array) from None
-        self._liveness = Liveness(transport.calls)
+        self._liveness = transport.calls.liveness()
         if self._left is not None:
             transport.active.add(self)
 

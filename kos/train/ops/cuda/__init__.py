@@ -27,14 +27,12 @@ from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, CudaLoss, Mask, Scaled, of_function
-from kos.train.ops.batch import Batch
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, Attend, Batch, CudaLoss, Mask, Normalize, Scaled, of_function
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Columns, Matmul, row_of
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
 from kos.train.ops.cuda.parts import PartsOps
 from kos.train.ops.cuda.swiglu import HOPPER, SwigluOps
-from kos.train.ops.norm import Normalize
 
 KERNELS = Path(__file__).parent / "kernels"
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
@@ -452,7 +450,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
     def orthogonalize(self, x: Array, arena: Arena) -> None:
         """All matrices at once: the products of small ones leave multiprocessors idle."""
         count, rows, columns = x.shape
-        tall, least, (a, b, c) = rows > columns, min(rows, columns), NEWTON_SCHULZ
+        tall, least = rows > columns, min(rows, columns)
         size = rows * columns
         blocks = max(1, min(64, size // 4096))
         with arena.scope():
@@ -465,7 +463,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
                     DTYPE=x.dtype.name, MASTER="float32", GRADIENT="float32", WEIGHT="float32", COPY=0,
                 )  # fmt: skip
             x, y = y, x  # so that the last of an odd number of steps writes x
-            for _ in range(NEWTON_SCHULZ_STEPS):
+            for a, b, c in NEWTON_SCHULZ:
                 self.matmul(x, x, gram, transpose_a=tall, transpose_b=not tall)
                 self.matmul(gram, gram, poly, c=gram, alpha=c, beta=b)
                 left, right = (x, poly) if tall else (poly, x)

@@ -11,8 +11,8 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import Normalize
 from kos.train.ops.cuda.cublaslt import row_of
-from kos.train.ops.norm import Normalize
 
 BLOCK = 256  # threads of an elementwise block
 WARP_HEAD = 512  # elements of a row of which a warp has 16 a lane
