@@ -24,8 +24,7 @@ from kos.comm.groups import Groups
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.operation import CORE_OPERATIONS, Operation, Options
 from kos.comm.progress import ProgressThread
-from kos.comm.recorder import Group, Recorder
-from kos.comm.tracing import tracing
+from kos.comm.recorder import Group, Recorder, tracing
 from kos.comm.work import Work, forked_from, record_start
 from kos.errors import (
     CollectiveError,

@@ -15,9 +15,8 @@ import pytest
 import kos
 from kos.comm import create
 from kos.comm.control.hub import pair
-from kos.comm.control.join import SILENT, parse
 from kos.comm.control.network import Network
-from kos.comm.control.newcomers import Newcomer, Newcomers
+from kos.comm.control.newcomers import SILENT, Newcomer, Newcomers, parse
 from kos.comm.control.threads import ThreadControlPlane, ThreadGroup
 from kos.comm.control.wire import JOIN, Acceptor, Connection, authenticate, connect, drive, receive_greeting
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
@@ -92,7 +91,7 @@ def healthy_beside(
 @pytest.fixture
 def impatient(monkeypatch):
     """A newcomer waits less for members with another secret, and members for newcomers that they have asked."""
-    monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.2)
+    monkeypatch.setattr("kos.comm.control.newcomers.FOREIGN_SECONDS", 0.2)
     monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
 
 

@@ -63,10 +63,9 @@ def make_state(
 def expected_of(state: ShardedState, whole: Whole, name: str) -> np.ndarray:
     """This rank's part of a tensor."""
     tensor, placement = whole[name], state.placements[name.removeprefix("exp_avg.").removeprefix("exp_avg_sq.")]
-    if placement.dim is None:
+    if (split := placement.along("tp")) is None:
         return tensor
-    parts = np.split(tensor, placement.shards, placement.dim)
-    return parts[state.mesh.tp.rank * placement.shards // state.mesh.tp.size]
+    return np.split(tensor, split.parts, split.dim)[state.mesh.tp.rank * split.parts // state.mesh.tp.size]
 
 
 def fill(state: ShardedState, whole: Whole) -> None:

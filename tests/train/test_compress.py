@@ -53,7 +53,7 @@ def test_ranks_hold_the_same_weights(layout, changes):
     for rank, got in enumerate(ranks):
         placements = got["model"].placements(got["model"].local(0, layout.tp))
         for name, value in got["weights"].items():
-            at = None if placements[name].dim is None else layout.coordinates(rank)["tp"]
+            at = None if placements[name].along("tp") is None else layout.coordinates(rank)["tp"]
             assert held.setdefault((name, at), value.tobytes()) == value.tobytes(), f"{name} of rank {rank}"
     rows = ranks[0]["rows"]
     assert all(got["rows"].tobytes() == rows.tobytes() for got in ranks) and rows[-1, 0] < rows[0, 0]

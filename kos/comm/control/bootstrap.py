@@ -26,9 +26,9 @@ from kos.comm.control.base import ControlPlane
 from kos.comm.control.group import TCPControlPlane
 from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.identity import claimed, hold, load_secret
-from kos.comm.control.join import call_members
 from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.network import check_variables
+from kos.comm.control.newcomers import call_members
 from kos.comm.control.place import (
     Place,
     checked_offer,
@@ -171,7 +171,7 @@ def join_rendezvous(
     if address.startswith(THREADS):
         return join_threads(address, dict(hello), timeout)
     known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret or load_secret(os.environ)
-    return call_members(address, known, hello, timeout)
+    return call_members(address, known, hello, timeout, partial(TCPControlPlane.joined, known))
 
 
 _OPTIONAL: dict[str, tuple[str, ...]] = {"address": ("local_rank", "secret"), "store": ()}

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from kos.comm import timeouts
 from kos.comm.control.base import ControlPlane, Location
@@ -46,6 +46,7 @@ from kos.comm.control.threads import ThreadGroup
 from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, copied, drive
 from kos.comm.failures import PendingRanks
 from kos.comm.peer_status import PeerStatus
+from kos.environment import KOS_HOST
 from kos.errors import BackendUnavailable, KosError, RendezvousError, by_handler, from_record
 from kos.files import allow_files, lack_of_files, lacks_files
 
@@ -272,6 +273,17 @@ class TCPControlPlane(ControlPlane):
         self.failures.status.connect(self)
         if self.rank == 0:
             publish(self)
+
+    @classmethod
+    def joined(cls, secret: bytes, connection: Connection, answer: Mapping[str, Any], listener: socket.socket) -> Self:
+        """The group that a newcomer, which knows ``secret``, joins by the ``answer`` of its leader."""
+        plan, rank = answer["plan"], answer["rank"]
+        host, known = plan["members"][rank][0], connection.mask(bytes.fromhex(answer["secret"]), sent=False)
+        network = Network(known, host, host, is_loopback(host), plan["epoch"], host)
+        group = cls(rank, len(plan["members"]), plan["timeout"], network, None)
+        group.family, group.join_secret, group.host = plan["family"], secret, KOS_HOST.get()
+        group.enter(plan, listener, {0: connection})  # which copies the listener
+        return group
 
     def listen(self) -> socket.socket:
         """A listener for the hub of another group."""

@@ -30,7 +30,15 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from kos.comm import timeouts
-from kos.comm.control.newcomers import Address, Newcomer, place_name, send_message
+from kos.comm.control.newcomers import (
+    CALL_SECONDS,
+    POLL_SECONDS,
+    Address,
+    Newcomer,
+    as_address,
+    place_name,
+    send_message,
+)
 from kos.comm.control.wire import (
     JOIN,
     Connection,
@@ -47,11 +55,9 @@ from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, 
 from kos.files import lacks_files, replace_file
 
 log = logging.getLogger(__name__)
-CALL_SECONDS = 2.0  # limit for a live host to answer
 GRACE_SECONDS = 2.0  # added to the timeout, so that the leader can report missing ranks
 CONFIRM_SECONDS = 5.0  # limit for the exchange that confirms a view; all ranks have just answered
 _LEAST_SECONDS = 1.0  # limit for an attempt that begins at the end of the timeout
-POLL_SECONDS = 0.05
 _BEAT_SECONDS = 0.5  # between two heartbeats of a leader
 _SHOWN = 8  # addresses that ``address`` offers to newcomers
 
@@ -450,11 +456,6 @@ def publish(group: Any) -> None:
 def to_text(members: Sequence[Address]) -> str:
     """The address for newcomers: those of the first members."""
     return ",".join(place_name(host, port) for host, port in members[:_SHOWN])
-
-
-def as_address(pair: Sequence[Any]) -> Address:
-    host, port = pair
-    return str(host), int(port)
 
 
 def _addresses(pairs: Sequence[Sequence[Any]]) -> list[Address]:

@@ -33,8 +33,8 @@ from kos.comm.host.shared import (
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, Store, without_memory
+from kos.comm.recorder import Tracer
 from kos.comm.schedules import runnable
-from kos.comm.tracing import Tracer
 from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work, raising
@@ -97,6 +97,8 @@ class HostBackend:
             self.shared.waiting = self.scheduled.matching.waiting
         self.has_envelopes = self.shared is not None or type(self.transport).arrived is not Backend.arrived
         """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
+        self.finds_any_tag = self.shared is not None or self.transport.finds_any_tag
+        """Whether receives and probes may take messages of any tag."""
         if self.transport.processes:
             at_exit(self)
 

@@ -396,13 +396,13 @@ def _held(device: Device) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     optimizer, to_host, weights = step.optimizer, step.models[0].ops.to_host, device.whole_weights()
     of_tensor = dict[str, str]()
     for name in step.gradients:
-        place = placements[name]
-        shard = f" (part {device.mesh.tp.rank // place.copies} of {place.shards})" if place.shards > 1 else ""
+        split = placements[name].along("tp")
+        shard = f" (part {split.part} of {split.parts})" if split and split.parts > 1 else ""
         of_tensor[name] = name + shard
         yield of_tensor[name], to_host(weights[name]).reshape(-1).view(np.uint8)
     others = {"master weights": optimizer.weights} if optimizer.weights is not step.weights else {}
     for kind, held in (others | optimizer.state).items():
         for name, span in held.spans.items():
-            for start, stop, at in device.state.held(held, span):
+            for start, stop, at in held.held(span):
                 part = f"{kind} of {of_tensor[name]}, elements {start - span.start} to {stop - span.start}"
                 yield part, to_host(held.flat[at : at + stop - start]).view(np.uint8)

@@ -32,12 +32,12 @@ from kos.cuda.streams import Event, create_stream
 from kos.errors import CollectiveError, SettingError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
+from kos.memory.sharded import Sharded
 from kos.train.checkpoint.state import WritePlan
 from kos.train.data.batches import Batches
 from kos.train.device import Device, Piece
 from kos.train.device.dry_run import plan_memory, slow_attention
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
-from kos.train.layers import Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
@@ -409,9 +409,9 @@ def _reaches(axis: Axis) -> bool:
 
 
 def _draw_quickly(
-    weights: Parameters, random: np.random.Generator, ops: CudaOps, placements: Mapping[str, Placement]
+    weights: Parameters, random: np.random.Generator, ops: CudaOps, placements: Mapping[str, Sharded]
 ) -> None:
-    """Vectors at ``Placement.initial``, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
+    """Vectors at ``Sharded.initial``, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
     flat, there = weights.flat, min(DRAWN, weights.flat.size)
     drawn = 0.02 * random.standard_normal(there, np.float32)
     flat[:there].copy_from(drawn.astype(flat.dtype.numpy), ops.stream)

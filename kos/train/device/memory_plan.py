@@ -74,7 +74,7 @@ def plan_buckets(
     if tied_apart and model.embedding in regions[0]:
         regions = [regions[0] - {model.embedding}, {model.embedding}]
     # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
-    order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
+    order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].along("tp") is None)
     shapes = {name: places[name].local for names in regions for name in order if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
     ranks = reduction.replicas.size

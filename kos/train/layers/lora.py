@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.layers import PassContext, Placement
+from kos.memory.sharded import Sharded
+from kos.train.layers import PassContext
 from kos.train.ops import Array
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -87,14 +88,14 @@ class Adapters:
     def __bool__(self) -> bool:
         return bool(self.members)
 
-    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
+    def placements(self, shard: int, shards: int) -> dict[str, Sharded]:
         """The placement of each tensor, in the order in which the backward completes the gradients."""
-        linear, rank, of_a, of_b = self.linear, self.lora.rank, dict[str, Placement](), dict[str, Placement]()
+        linear, rank, of_a, of_b = self.linear, self.lora.rank, dict[str, Sharded](), dict[str, Sharded]()
         for name in self.members.values():
             shapes = (linear.members[f"{name}weight"], rank), (rank, linear.columns)
-            found = [Placement(shape) for shape in shapes]
+            found = [Sharded(shape) for shape in shapes]
             most = linear.most.get(f"{name}weight")
-            found[linear.dim] = Placement.split(shapes[linear.dim], linear.dim, shard, shards, most)
+            found[linear.dim] = found[linear.dim].split("tp", linear.dim, shard, shards, most)
             of_b[name + B], of_a[name + A] = found[0]._replace(initial=0.0), found[1]
         return of_b | of_a
 

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import Any, ClassVar, NamedTuple, Self
 
 from kos.errors import SettingError
-from kos.train.layers import Placement
+from kos.memory.sharded import Sharded
 from kos.train.layers.attention import Attention, Rope
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.lora import Lora, is_adapter, module_of
@@ -299,7 +299,7 @@ class LlamaConfig(ModelShape):
             raise SettingError(f"--pp {pp}{chunks}", f"at most {most} stages (layers + 1)", count, also=also)
         return tuple(self.local(tp_rank, tp, stage, stages) for stage in stages[pp_rank])
 
-    def placements(self, *parts: Local) -> dict[str, Placement]:
+    def placements(self, *parts: Local) -> dict[str, Sharded]:
         """Name -> where a rank's part of the tensor lies, in the order in which the backward finishes the gradients.
 
         ``parts`` are the chunks of layers that the rank holds; without any, it holds the whole model.

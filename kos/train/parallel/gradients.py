@@ -61,9 +61,9 @@ class GradientSums:
         self.model, self.parallel, self.micro_batches = model, parallel, micro_batches
         self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
         placements, tensor = model.config.placements(model.config.local(0, model.tensor.size)), model.tensor
-        self.replicated = {name for name in self.gradients if placements[name].dim is None}
+        self.replicated = {name for name in self.gradients if placements[name].along("tp") is None}
         """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
-        self.copied = {name for name in self.gradients if placements[name].copies > 1}
+        self.copied = {name for name in self.gradients if (split := placements[name].along("tp")) and split.copies > 1}
         self._holders: dict[str, Communicator] = {}
         """For each tensor with copies outside the ranks of ``parallel``: the communicator of its holders."""
         if tensor.size > 1 and parallel.tree is None:

@@ -46,6 +46,9 @@ CHECK_SECONDS, LONGEST_CHECK_SECONDS = 0.01, 0.1
 """Seconds between two checks whether the awaited rank is alive, first and after 10 s; in between, 1% of the wait."""
 
 
+Liveness = Callable[..., KosError | None]
+
+
 class Difference(Exception):
     """Two ranks differ in a call, as the core has found: ``code``, ``rank``, ``word``, ``counts``: see ``core.h``."""
 
@@ -94,7 +97,7 @@ class FingerprintRing(Fingerprints):
         self.core.publish(o.sequence, o.prepared.fingerprint)
         if not self._peers:
             return None
-        liveness = Liveness(self)
+        liveness = self.liveness()
         return lambda: self.check(o, liveness)
 
     def check(self, o: Work[Any], liveness: Liveness | None = None) -> bool:
@@ -116,7 +119,7 @@ class FingerprintRing(Fingerprints):
 
     def confirm(self, o: Work[Any]) -> None:
         """As ``check``, for the last call of this rank; also raises the end of a rank that is long late."""
-        late = self._late = self._late or Liveness(self)  # the watchdog's thread may replace the attribute
+        late = self._late = self._late or self.liveness()  # the watchdog's thread may replace the attribute
         if self.check(o, late):
             self._late = None
 
@@ -193,6 +196,30 @@ class FingerprintRing(Fingerprints):
         """Raise the failure of a rank of the host, if it concerns collective ``sequence``."""
         if (known := self.failure()) is not None and known[1] <= sequence:
             raise known[0]
+
+    def liveness(self) -> Liveness:
+        """A check, from time to time, whether ranks of the host that a call waits for have ended.
+
+        It returns the error of the call ``what`` if one of ``ranks`` had ended before this poll and before the last
+        one, since its last store may have arrived in between; else None.
+        """
+        began, suspects = time.monotonic(), set[int]()
+        due = began + CHECK_SECONDS
+
+        def check(ranks: Iterable[int], what: object = None) -> KosError | None:
+            nonlocal due
+            if (now := time.monotonic()) < due:
+                return None
+            due = now + min(max(CHECK_SECONDS, (now - began) / 100), LONGEST_CHECK_SECONDS)
+            for local in ranks:
+                if (end := self.end_of(local, what)) is not None:
+                    if local in suspects:
+                        return end
+                    suspects.add(local)
+                    due = now
+            return None
+
+        return check
 
     def mark_closed(self, how: int) -> None:
         """Publish that this rank begins no more collectives: CLOSED_ORDERLY, or ABORTED after a failure."""
@@ -276,31 +303,3 @@ class FingerprintRing(Fingerprints):
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
         self.raise_everywhere(self.failures.mismatch(group, *calls), sequence)
-
-
-class Liveness:
-    """Checks from time to time whether ranks of the host that a call waits for have ended."""
-
-    __slots__ = ("_began", "_calls", "_next", "_suspects")
-
-    def __init__(self, calls: FingerprintRing) -> None:
-        self._calls, self._began = calls, time.monotonic()
-        self._next = self._began + CHECK_SECONDS
-        self._suspects: set[int] = set()
-
-    def __call__(self, ranks: Iterable[int], what: object = None) -> KosError | None:
-        """The error of ``what`` if one of ``ranks`` had ended before this poll and before the last one.
-
-        Its last store may have arrived in between.
-        """
-        now = time.monotonic()
-        if now < self._next:
-            return None
-        self._next = now + min(max(CHECK_SECONDS, (now - self._began) / 100), LONGEST_CHECK_SECONDS)
-        for local in ranks:
-            if (end := self._calls.end_of(local, what)) is not None:
-                if local in self._suspects:
-                    return end
-                self._suspects.add(local)
-                self._next = now
-        return None

@@ -19,7 +19,7 @@ import numpy as np
 from kos._core import native
 from kos.comm.contract import Request
 from kos.comm.control.base import ControlPlane
-from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing, Liveness
+from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, Difference, FingerprintRing
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, OPERATIONS, Message, Operation
@@ -119,6 +119,8 @@ class SharedMemoryTransport:
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
+        if o.message.recv_tag == ANY:
+            return
         if o.name == "recv_bytes" or o.message.src == ANY:
             self._bind_receive(prepared)
         if o.name not in _OPERATIONS or o.message.src == ANY:
@@ -183,7 +185,7 @@ class SharedMemoryTransport:
 
     def _waits(self, message: Message) -> bool:
         """Whether a message has a receive, which comes after those that wait with its tag."""
-        return message.src is not None and message.recv_tag in self.waiting
+        return message.src is not None and (message.recv_tag in self.waiting or ANY in self.waiting)
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
@@ -207,7 +209,7 @@ class SharedMemoryTransport:
     def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
         work.core_work = left
-        liveness, what = Liveness(self.calls), work if work.collective else None
+        liveness, what = self.calls.liveness(), work if work.collective else None
         try:
             while not left.done():
                 if (end := liveness(filter(left.missing, range(self.size)), what)) is not None:
@@ -255,7 +257,7 @@ class SharedMemoryTransport:
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         for rank in ranks:
-            if (found := self._core.arrived(self._local[rank], tag)) is not None:
+            if (found := self._core.arrived(self._local[rank], tag % (1 << 64))) is not None:
                 return envelope(rank, *found)
         return None
 
@@ -307,7 +309,7 @@ class SegmentMessage:
             self._left = transport.begin(array, peer, tag, receives)
         except Difference as found:
             raise transport.refusal(found, array) from None
-        self._liveness = Liveness(transport.calls)
+        self._liveness = transport.calls.liveness()
         if self._left is not None:
             transport.active.add(self)
 
