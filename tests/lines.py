@@ -23,7 +23,7 @@ FOLDERS = (
 LANGUAGES = {".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"}
 LIBRARY = ("comm", "cuda", "memory", "doctor", "testing")
 MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
-TESTS, KOS = 42_900, 42_561
+TESTS, KOS = 42_000, 42_561
 """Lines of Python that the tests were given when kos had ``KOS`` lines of code, in all languages (1d323cb8)."""
 
 _C = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
