@@ -157,11 +157,12 @@ def test_a_message_that_another_operation_has_read_ends_a_wait():
         transport.poller.progress = read
         first.wait()
         assert not has_slept()
+        mark = transport.poller.mark()
         second.wait()
         epoll.poll.reset_mock()
-        transport.sleep(0.001)  # what has arrived since the last sleep may have ended an operation
+        transport.poller.pause(mark, 0.001)  # what has arrived since the mark may have ended an operation
         assert not has_slept()
-        transport.sleep(0.001)
+        transport.poller.pause(transport.poller.mark(), 0.001)
         assert has_slept()
 
     TCPRanks(2).run(body)
