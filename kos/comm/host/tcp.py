@@ -289,7 +289,9 @@ class TCPTransport(Backend):
 
     def _linger(self, over: Callable[[], bool]) -> None:
         def poll() -> bool:
+            if over():
+                return True
             self.poller.progress()
-            return over()
+            return False
 
         wait(poll, time.monotonic() + _CLOSE_SECONDS)
