@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kos import errors
     from kos.comm import (
+        ANY,
         NOBODY,
         Communicator,
         PremulSum,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 __all__ = [
-    "NOBODY", "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "as_completed", "errors",
+    "ANY", "NOBODY", "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "as_completed", "errors",
     "init", "join", "register_backend", "wait_any",
 ]  # fmt: skip
 

@@ -5,8 +5,9 @@
 
 The first command notes which functions of kos each test calls, in build/called.json.  The second changes one
 expression of a random function in a forked copy of this process, and runs tests that call it, the quickest first.
-``--without`` names a file of tests, one a line, as pytest names them without parameters: a defect that only they see is
-told apart.  So it shows what is lost if they go.  Functions that only other processes call are not met.
+``--without`` names a file of tests, one a line, as pytest names them without parameters.  Defects are then drawn from
+the functions that they call, and a defect that only they see is told apart.  So it shows what is lost if they go.
+Functions that only other processes call are not met.
 """
 
 import argparse
@@ -155,6 +156,9 @@ class Mutating:
             for file, lines in files.items() if test in items else ():
                 for line in lines if file.startswith(self.inside) else ():
                     tests[file, line].append(test)
+        if self.without:
+            called = {place for place, found in tests.items() if not self.without.isdisjoint(map(function_of, found))}
+            tests = defaultdict(list, {place: tests[place] for place in called})
         gc.unfreeze()  # functions that the collector does not pass over can be found
         while sum(self.found.values()) < self.count:
             file, line = self.random.choice(sorted(tests))

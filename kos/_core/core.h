@@ -338,6 +338,8 @@ typedef struct {
 } kos_patch;
 
 enum { KOS_DTYPE_AT = 48, KOS_KIND_AT = 56 };
+#define KOS_ANY_TAG UINT64_MAX
+#define KOS_COLLECTIVE_TAGS (UINT64_C(1) << 20)  // the tags of collectives, which KOS_ANY_TAG excludes, begin here
 
 extern int kos_forks;  // counts the forks that led to this process; a group of another one is refused
 void kos_forked(void);
@@ -455,6 +457,7 @@ void kos_mail_advance(kos_group *g);            // takes what has arrived
 int kos_is_kept(const kos_arrival *a);  // whether its data has arrived, so that a receive completes at once
 // The first message with that tag from that rank that has arrived and has no receive; NULL: none, or a closed group.
 const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag);
+uint64_t kos_tag(const kos_arrival *a);
 
 // call.c
 // A Work of a message does not move in memory until it ends.

@@ -393,13 +393,17 @@ static int is_cancelled(const kos_box *box, const kos_arrival *a) {
 
 int kos_is_kept(const kos_arrival *a) { return a->what >> KOS_KIND_AT <= ROOM; }
 
+uint64_t kos_tag(const kos_arrival *a) { return a->what & ((UINT64_C(1) << KOS_DTYPE_AT) - 1); }
+
 const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag) {
     kos_box *box = &g->boxes[rank];
     if (kos_is_over(g))
         return NULL;
     take(g, box, NULL);
     const kos_arrival *first = box->arrived;
-    while (first && ((first->what ^ tag) << (64 - KOS_DTYPE_AT) || is_cancelled(box, first)))
+    while (first && ((tag == KOS_ANY_TAG ? kos_tag(first) >= KOS_COLLECTIVE_TAGS
+                                         : (first->what ^ tag) << (64 - KOS_DTYPE_AT) != 0)
+                     || is_cancelled(box, first)))
         first = first->next;
     return first;
 }

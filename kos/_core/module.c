@@ -58,8 +58,8 @@ static PyObject *group_held(PyObject *self, PyObject *unused) {
     return Py_BuildValue("iii", arrived, answers, !kos_alone(g));
 }
 
-// arrived(rank, tag): the first message with that tag from that rank that has no receive: its bytes and dtype; None if
-// there is none.
+// arrived(rank, tag): the first message with that tag, or any, from that rank that has no receive: its bytes, dtype and
+// tag; None if there is none.
 static PyObject *group_arrived(PyObject *self, PyObject *args) {
     kos_group *g = &((Group *)self)->core;
     unsigned long long tag;
@@ -67,7 +67,8 @@ static PyObject *group_arrived(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iK:arrived", &rank, &tag))
         return NULL;
     const kos_arrival *first = kos_mail_first(g, rank, tag);
-    return first ? Py_BuildValue("KK", first->bytes, first->what >> KOS_DTYPE_AT & 0xff) : Py_NewRef(Py_None);
+    return first ? Py_BuildValue("KKK", first->bytes, first->what >> KOS_DTYPE_AT & 0xff, kos_tag(first))
+                 : Py_NewRef(Py_None);
 }
 
 static PyObject *group_close(PyObject *self, PyObject *unused) {

@@ -14,7 +14,7 @@ from kos.comm.control.store import KeyValueStore
 from kos.comm.create import BACKENDS, communicator, register_backend, register_installed, sees_gpu, versions
 from kos.comm.grid import Grid
 from kos.comm.matching import Envelope
-from kos.comm.operation import NOBODY
+from kos.comm.operation import ANY, NOBODY
 from kos.comm.progress import as_completed, wait_any
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
@@ -23,8 +23,8 @@ from kos.environment import KOS_JOIN
 from kos.errors import InvalidArgument, RankLost, RendezvousError, without_own_frames
 
 __all__ = [
-    "BACKENDS", "NOBODY", "Batch", "Communicator", "Envelope", "Grid", "KeyValueStore", "NCCLOptions", "PremulSum",
-    "ReduceOp", "Work", "as_completed", "init", "join", "register_backend", "wait_any",
+    "ANY", "BACKENDS", "NOBODY", "Batch", "Communicator", "Envelope", "Grid", "KeyValueStore", "NCCLOptions",
+    "PremulSum", "ReduceOp", "Work", "as_completed", "init", "join", "register_backend", "wait_any",
 ]  # fmt: skip
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():  # not in kos itself, which torch imports if it is installed

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, NOBODY
+from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, NOBODY
 from kos.comm.schedules import algorithms, collectives
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
@@ -72,6 +72,11 @@ def number_in(what: str, value: Any, low: int, high: int, instead: str = "", kin
 def check_tag(tag: Any) -> int:
     """A message's tag."""
     return number_in("tag", tag, 0, COLLECTIVE_TAGS - 1)
+
+
+def check_recv_tag(tag: Any) -> int:
+    """The tag of a receive or probe, or ANY."""
+    return ANY if tag is ANY else check_tag(tag)
 
 
 def check_rank(what: str, rank: Any, size: int) -> int:

@@ -33,6 +33,7 @@ from kos.comm.arguments import (
     check_offsets,
     check_peer,
     check_rank,
+    check_recv_tag,
     check_tag,
     check_timeout,
     check_totals,
@@ -891,19 +892,23 @@ class Operations:
 
         ``x`` must have the dtype and number of elements of the array that was sent; otherwise both ranks raise
         CollectiveMismatch.  With ``src=None``, receives the next message with ``tag`` from any rank, and returns ``(x,
-        src)`` with the rank that sent it.  Receives with the same tag match in the order in which they were called.
-        Only backends for host memory receive from any rank; others raise BackendUnavailable.  A receive from any rank
-        raises RankLost when a rank is lost, or when all others have closed the communicator.  With ``src=kos.NOBODY``,
-        returns ``x`` as it is.
+        src)`` with the rank that sent it.  With ``tag=kos.ANY``, receives the next message of any tag, and returns
+        ``(x, src, tag)``.  Receives that could take the same message match in the order in which they were called.
+        Only backends for host memory receive from any rank or of any tag; others raise BackendUnavailable.  A receive
+        from any rank raises RankLost when a rank is lost, or when all others have closed the communicator.  With
+        ``src=kos.NOBODY``, returns ``x`` as it is.
 
             comm.recv(activations, src=comm.rank - 1)
             gradients, worker = comm.recv(gradients)
+            task, worker, kind = comm.recv(task, tag=kos.ANY)
         """
         options = self._options("recv", async_op, timeout)
-        message = Message(src=self._source("recv", src), recv_tag=check_tag(tag))
+        message = Message(src=self._source("recv", src, tag), recv_tag=check_recv_tag(tag))
         recv = as_buffer(x, "x", writable=True, stream=stream)
-        operation = Operation("recv", self.rank, options, recv=recv, message=message)
-        return self._prepare(operation)
+        work = self._prepare(Operation("recv", self.rank, options, recv=recv, message=message))
+        if src is NOBODY and tag is ANY:
+            work.array = work.array, NOBODY, ANY
+        return work
 
     @_operation
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
@@ -961,7 +966,8 @@ class Operations:
                    timeout: float | None = None) -> Any:
         """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
 
-        With ``src=None``, receives from any rank, and returns ``(data, src)``.  With ``src=kos.NOBODY``, returns b"".
+        With ``src=None``, receives from any rank, and returns ``(data, src)``.  With ``tag=kos.ANY``, receives a
+        message of any tag, and returns ``(data, src, tag)``.  With ``src=kos.NOBODY``, returns b"".
         It works as ``recv``, and raises the same errors: CollectiveMismatch if the message is an array of another dtype
         than uint8.  It may not be in a batch.
 
@@ -971,16 +977,16 @@ class Operations:
         self._refuse_batch("recv_bytes")
         work = self._prepare(self._awaited("recv_bytes", options, src, tag))
         if src is NOBODY:
-            work.array = b""
+            work.array = b"" if tag is not ANY else (b"", NOBODY, ANY)
         return work
 
     @interruptible
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
               timeout: float | None = None) -> Envelope | None:
-        """Wait for a message from rank ``src`` (None: any rank) with ``tag``, without receiving it.
+        """Wait for a message from rank ``src`` (None: any rank) with ``tag`` or ``kos.ANY``, without receiving it.
 
-        Returns its envelope: ``src``, ``dtype``, ``size`` in elements, and ``nbytes``.  The next receive from that
-        rank with that tag gets the message.  Receives that were called before and still wait come first.  With
+        Returns its envelope: ``src``, ``dtype``, ``size`` in elements, ``tag``, and ``nbytes``.  The next receive from
+        that rank with that tag gets the message.  Receives that were called before and still wait come first.  With
         ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``, also with
         ``wait=False``: RankLost once ``src`` has ended, or with ``src=None`` once a rank is lost or all have closed the
         communicator.  It may not be in a batch.
@@ -1012,11 +1018,13 @@ class Operations:
     def _awaited(self, name: str, options: Options, src: Any, tag: Any) -> Operation:
         """A call that waits for the envelope of a message."""
         self._check_envelopes(name)
-        message = Message(src=self._source(name, src), recv_tag=check_tag(tag))
+        message = Message(src=self._source(name, src, tag), recv_tag=check_recv_tag(tag))
         return Operation(name, self.rank, options, message=message)
 
-    def _source(self, name: str, src: Any) -> int:
+    def _source(self, name: str, src: Any, tag: Any) -> int:
         """The source of a message: another rank, or ANY."""
+        if tag is ANY and not self.backend.finds_any_tag:
+            raise BackendUnavailable(f"{name} of any tag: expected a backend that can, got {self.backend_name}")
         if src is not None:
             return check_peer("src", src, self.rank, self.size)
         self._check_envelopes(f"{name} from any rank")

@@ -153,11 +153,15 @@ class Backend(ABC):
     last_checks: ClassVar[int] = 0
     """How many calls of ``end_of`` may report the end of a rank before the last messages of that rank have arrived."""
 
+    finds_any_tag: ClassVar[bool] = False
+    """Whether ``arrived`` finds messages of any tag; else receives of any tag raise BackendUnavailable."""
+
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         """The envelope of a message with that tag from one of ``ranks``, or None.  Never blocks.
 
         The message has arrived, and the next ``irecv`` from its rank with that tag gets it.  Without this method,
-        ``recv`` from any rank, ``recv_bytes`` and ``probe`` raise BackendUnavailable.
+        ``recv`` from any rank, ``recv_bytes`` and ``probe`` raise BackendUnavailable.  If ``finds_any_tag``, ``tag``
+        may be ANY: the first message of a rank counts whose tag is below COLLECTIVE_TAGS.
         """
         self._lacks("arrived")
 

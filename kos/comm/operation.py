@@ -129,22 +129,23 @@ CORE_OPERATIONS = (*(name for name in OPERATIONS if name != "probe"), "_all_gath
 """Operations that the compiled core may start by itself (``kos/_core/module_eager.c``).  Python starts all others."""
 GROUP_CALLS = ("split", "group", "grid", "duplicate")
 """Calls that make groups.  As operations, with which the ranks compare these calls, they are barriers."""
-ANY = -1
-"""The source of a message that any rank may send."""
 
 
-class Nobody(IntEnum):
-    """The type of ``NOBODY``."""
+class Wildcard(IntEnum):
+    """The type of ``ANY`` and ``NOBODY``."""
 
+    ANY = -1
     NOBODY = -2
 
     def __repr__(self) -> str:
-        return "kos.NOBODY"
+        return f"kos.{self.name}"
 
     __str__ = __repr__
 
 
-NOBODY = Nobody.NOBODY
+ANY = Wildcard.ANY
+"""Stands for any tag in a receive or probe (MPI_ANY_TAG); internally also for any source."""
+NOBODY = Wildcard.NOBODY
 """Stands for a rank as the source or destination of a message: the call does nothing (MPI_PROC_NULL)."""
 AUTO = "auto"
 """The default algorithm."""
@@ -159,7 +160,7 @@ def _frozen(kind: type[T]) -> type[T]:
 
 
 class Message(NamedTuple):
-    """Destination and source of a message, as ranks of the group (ANY, NOBODY), and the tag of each direction."""
+    """Destination and source of a message, as ranks of the group (ANY, NOBODY), and the tag of each direction (ANY)."""
 
     dst: int | None = None
     src: int | None = None

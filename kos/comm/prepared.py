@@ -148,8 +148,9 @@ def _arguments(o: Operation, group_suffix: str) -> str:
         destination = "nobody" if message.dst == NOBODY else f"rank {message.dst}{group_suffix}"
         text += f", to {'and from ' * same}{destination} with tag {message.tag}"
     if message.src is not None and not same:
-        source = {ANY: "any rank", NOBODY: "nobody"}.get(message.src, f"rank {message.src}")
-        text += f", from {source}{group_suffix * (message.src != NOBODY)} with tag {message.recv_tag}"
+        source = {int(ANY): "any rank", int(NOBODY): "nobody"}.get(message.src, f"rank {message.src}")
+        tag = "any tag" if message.recv_tag == ANY else f"tag {message.recv_tag}"
+        text += f", from {source}{group_suffix * (message.src != NOBODY)} with {tag}"
     if o.options.purpose:
         text += f", for {o.options.purpose}"
     return text

@@ -71,8 +71,8 @@ def awaited(names: str) -> str:
 
 
 def unsent(names: str, tag: int) -> str:
-    """A missing message: its sender."""
-    return f"{names} sent nothing with tag {tag}"
+    """A missing message: its sender; a ``tag`` below 0 is any tag."""
+    return f"{names} sent nothing with tag {tag}" if tag >= 0 else f"{names} sent nothing"
 
 
 def unreceived(names: str) -> str:

@@ -304,7 +304,9 @@ class ScheduledCalls:
             work.array = first.envelope
         elif name == "recv_bytes":
             work.array = first.array.tobytes()
-        if name != "probe" and message.src == ANY:
+        if name != "probe" and message.recv_tag == ANY:
+            work.array = work.array, first.envelope.src, first.envelope.tag
+        elif name != "probe" and message.src == ANY:
             work.array = work.array, first.envelope.src
 
     def _finish(self, post: Iterable[Request], requests: list[Request]) -> Steps:

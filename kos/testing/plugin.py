@@ -1,6 +1,7 @@
-"""A pytest plugin with the fixture ``spawn_ranks``: ``pytest_plugins = ["kos.testing.plugin"]`` in the top conftest.py.
+"""A pytest plugin with the fixtures ``spawn_ranks`` and ``torch_ranks``: ``pytest_plugins =
+["kos.testing.plugin"]`` in the top conftest.py.
 
-docs/guides/testing-your-code.md shows its use.
+docs/guides/testing-your-code.md and docs/guides/testing-pytorch.md show their use.
 """
 
 from __future__ import annotations
@@ -43,3 +44,15 @@ def spawn_ranks(world_size: int) -> Callable[..., list[Any]]:
     fails on a rank fails the test, with that rank named.
     """
     return partial(spawn, world_size=world_size)
+
+
+@pytest.fixture
+def torch_ranks(world_size: int) -> Callable[..., list[Any]]:
+    """``torch_ranks(fn)`` runs ``fn(rank)`` on ``world_size`` ranks of torch.distributed, and returns their results.
+
+    Keywords are those of ``kos.testing.torch.spawn``.  The test is skipped where torch is not installed.
+    """
+    pytest.importorskip("torch")
+    from kos.testing.torch import spawn as spawn_processes
+
+    return partial(spawn_processes, world_size=world_size)

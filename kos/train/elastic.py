@@ -9,7 +9,8 @@ was interrupted counts:
    memory until all ranks have passed that exchange.
 3. The remaining ranks agree on the last step that any of them has applied. A rank that is behind applies the update
    from the gradients that it stored. If no rank has applied the interrupted step, all discard it and compute it again.
-4. With ZeRO-1, the next rank holds each part of the state too (``DataParallel.twice``), and makes the same updates.
+4. With ZeRO-1, the next rank holds each part of the state too (``Buckets.mirrored_shards``), and makes the same
+   updates.
 5. Weights and state are copied to host memory, and everything that depends on the ranks is made again, as at the start
    of a run. Then each rank loads its part, from its own host memory or from a rank that has it.
 
@@ -21,16 +22,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import numpy as np
+from typing import Any, NoReturn
 
 from kos.comm.communicator import Communicator
 from kos.errors import (
     BackendUnavailable,
-    CheckpointError,
     CollectiveError,
     CollectiveMismatch,
     ConfigError,
@@ -39,14 +37,10 @@ from kos.errors import (
     plural,
     ranks_in_words,
 )
-from kos.memory.array import as_dtype
-from kos.train.checkpoint.state import FLOAT32, ShardedState
+from kos.train.checkpoint.state import HostState
 from kos.train.config import flag_of, flatten
-from kos.train.device import Device
 from kos.train.folder import publish_address, take_output
-from kos.train.layers.lora import is_adapter
 from kos.train.machine import limit_threads
-from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.parallel.failures import Left, gather_json, on_every_rank
 from kos.train.parallel.mesh import Mesh
 from kos.train.step import WRITING, StepResult
@@ -78,7 +72,7 @@ class Elastic:
         self.run, self._began = run, run.steps_done if run.epoch >= 0 else 1 << 62
         """The last step that this rank has begun: all that belongs to those before it is over."""
         self._last: tuple[int, StepResult] | None = None  # the last step that is over, and its result
-        self._kept: Kept | None = None  # until all ranks have loaded it
+        self._kept: HostState | None = None  # until all ranks have loaded it
 
     def train(self) -> bool:
         """As ``Trainer.train``. CheckpointError if a part of the state is lost, CollectiveError if too few are left."""
@@ -93,7 +87,7 @@ class Elastic:
                     raise
                 change = error
 
-    def start_step(self, step: int, wish: int) -> None:
+    def start_step(self, step: int, stop_request: int) -> None:
         if self._last is not None and step == self._last[0]:
             return  # it was applied before the ranks changed
         self._began = step
@@ -107,7 +101,7 @@ class Elastic:
         device.newcomers = comm.newcomers() if comm.size < self.run.config.most_ranks(comm.size) else 0
         if saving is not None and not saving.done:
             device.newcomers = WRITING
-        device.start_step(step, wish)
+        device.start_step(step, stop_request)
 
     def _leave_or_join(self, last: StepResult, step: int) -> NoReturn:
         comm = self.run.comm
@@ -177,7 +171,7 @@ class Elastic:
             self._commit()
             kept = None
         every = gather_json(comm, self._facts(newcomers=min(epochs) < 0))
-        if all(each["rank"] is None for each in every):
+        if not any(each["holds"] for each in every):
             raise on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
         if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped meanwhile
             text = f"expected the run in epoch {max(epochs)}, got {every[0]['logged_epoch']}"
@@ -188,12 +182,12 @@ class Elastic:
         if run.epoch < 0:
             take_facts(run, every[0]["run"])
             updates = max(each["updates"] for each in every)
-            run.epoch, kept = max(epochs), Kept(Layout(*every[0]["layout"]), None, applied, updates, {})
+            run.epoch, kept = max(epochs), HostState(applied, updates, {})
         elif kept is None:
             if run.device.applied < applied:
                 run.device.apply()
-            kept = Kept.of(run.device)
-        self._kept, present = kept, [each["rank"] for each in every]
+            kept = run.device.state.to_host(run.device.applied)
+        self._kept = kept
         unfinished = min(each["began"] for each in every) < applied
         if unfinished:  # what belongs to the last step, such as a validation
             number, last = next(each["last"] for each in every if each["last"] and each["last"][0] == applied - 1)
@@ -201,9 +195,9 @@ class Elastic:
         run.steps_done = applied - unfinished
         run.saved_step = max(each["saved"] for each in every)
         run.untrained = next((each["untrained"] for each in every if each["untrained"]), {})
-        kept.check(present)
         move_to(run, comm, run.epoch + 1)
-        kept.load(run.device, comm, present)
+        run.device.state.load(kept, comm, [each["holds"] for each in every])
+        run.device.loaded()
         if run.base is not None:
             run.device.state.read_base(run.base_weights())
         gather_json(comm, None)
@@ -226,18 +220,18 @@ class Elastic:
         run, kept = self.run, self._kept
         if run.epoch < 0:
             none = {"applied": 0, "updates": 0, "last": None, "saved": -1, "untrained": None}
-            return {"rank": None, "began": self._began, **none}
-        rank, done, updates = (
-            (run.mesh.world.rank, run.device.applied, run.device.step.optimizer.updates) if kept is None
-            else (kept.rank, kept.step, kept.updates)
-        )  # fmt: skip
+            return {"holds": {}, "began": self._began, **none}
+        if kept is None:
+            done, updates, holds = run.device.applied, run.device.step.optimizer.updates, run.device.state.holds
+        else:
+            done, updates, holds = kept.step, kept.updates, kept.holds
         if done == self._began + 1 and (self._last is None or self._last[0] != self._began):
             self._last = self._began, run.device.result_of(self._began)
-        facts: dict[str, Any] = {"rank": rank, "applied": done, "updates": updates, "began": self._began}
+        facts: dict[str, Any] = {"holds": holds, "applied": done, "updates": updates, "began": self._began}
         facts["last"] = self._last
         facts["logged_epoch"] = logged_epoch(run) if run.comm.rank == 0 else 0
-        if newcomers and rank is not None:
-            facts |= {"run": facts_of(run), "layout": layout_of(run.device) if kept is None else kept.layout}
+        if newcomers and holds:
+            facts["run"] = facts_of(run)
         return facts | {"saved": run.saved_step, "untrained": run.untrained}
 
     def _commit(self) -> None:
@@ -248,132 +242,6 @@ class Elastic:
 def _is_loss(error: KosError) -> bool:
     """Whether the ranks that are left can go on: none of them has failed or disagreed."""
     return not error.on_every_rank and not isinstance(error, CollectiveMismatch | BackendUnavailable)
-
-
-class Layout(NamedTuple):
-    """How state lay on ranks: their number, and with ZeRO-1 the parts [start, stop, rank that updates it]."""
-
-    size: int
-    shards: Sequence[tuple[int, int, int]] | None
-
-
-def layout_of(device: Device) -> Layout:
-    parallel, size, shards = device.step.parallel, device.mesh.world.size, None
-    if parallel.sharded:
-        each = [(parallel.part(bucket, rank), rank) for bucket in parallel.buckets for rank in range(size)]
-        shards = [(part.start, part.stop, rank) for part, rank in each]
-    return Layout(size, shards)
-
-
-class Kept:
-    """The weights and the optimizer's state that a rank held, in host memory, after ``step`` steps and ``updates``.
-
-    ``rank`` is its rank in ``layout``; None: a newcomer, which has nothing. ``values`` are, by name, where each piece
-    begins, and the piece.
-    """
-
-    def __init__(
-        self, layout: Layout, rank: int | None, step: int, updates: int,
-        values: Mapping[str, Sequence[tuple[int, np.ndarray]]],
-    ) -> None:  # fmt: skip
-        self.layout, self.rank, self.step, self.updates, self._values = layout, rank, step, updates, values
-
-    @classmethod
-    def of(cls, device: Device) -> Kept:
-        """What a device holds."""
-        state, parallel = device.state, device.step.parallel
-        values = {
-            name: [
-                (start, state.ops.to_host(held.flat[at : at + stop - start]).astype(np.float32, copy=False))
-                for part in (_frozen_parts(state) if held is state.frozen else parallel.parts())
-                for start, stop, at in ShardedState.held(held, part)
-            ]
-            for name, held in _arrays(device).items()
-        }  # fmt: skip
-        return cls(layout_of(device), device.mesh.world.rank, device.applied, device.step.optimizer.updates, values)
-
-    def check(self, present: Sequence[int | None]) -> None:
-        """CheckpointError if both ranks that hold a part of the state (``twice``) are lost."""
-        for rank in range(self.layout.size) if self.layout.shards else ():
-            if not {rank, (rank + 1) % self.layout.size} & {*present}:
-                both = ranks_in_words([rank, (rank + 1) % self.layout.size])
-                text = f"expected one of {both}, which hold a part of the state, got neither"
-                raise on_every_rank(CheckpointError(text))
-
-    def load(self, device: Device, comm: Communicator, present: Sequence[int | None]) -> None:
-        """Fill another device's weights and state; ``present`` are the ranks of ``comm`` as they were here."""
-        state, parallel, optimizer = device.state, device.step.parallel, device.step.optimizer
-        largest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
-        with state.ops.step(state.arena):
-            staging = state.arena.take((largest,), FLOAT32)
-            for name, held in _arrays(device).items():
-                shards, parts = self.layout.shards, [part for part, _ in held.parts()]
-                if held is state.frozen:
-                    shards, parts = None, _frozen_parts(state)
-                elif parallel.sharded:
-                    parts = [_whole(held)]
-                for piece, holders in self._pieces(parts, shards, _whole(held).stop, largest):
-                    values = self._value(name, piece)
-                    if not holders.issuperset(present):
-                        root = next(new for new, old in enumerate(present) if old in holders)
-                        part = staging[: piece.stop - piece.start]
-                        if comm.rank == root:
-                            state.ops.copy(values, part)
-                        comm.broadcast(part, root)
-                        comm.synchronize()
-                        values = part
-                    for start, stop, at in ShardedState.held(held, piece):
-                        mine, out = values[start - piece.start : stop - piece.start], held.flat[at : at + stop - start]
-                        if isinstance(mine, np.ndarray):
-                            mine = mine.astype(as_dtype(out.dtype).numpy, copy=False)
-                        state.ops.copy(mine, out)
-        optimizer.continue_after(self.step, self.updates)
-        device.loaded()
-
-    def _pieces(
-        self, parts: Sequence[slice], shards: Sequence[tuple[int, int, int]] | None, end: int, largest: int
-    ) -> Iterator[tuple[slice, set[int]]]:
-        """Pieces of at most ``largest`` elements, each with the ranks that held it.  The same on all ranks.
-
-        Either every rank held all ``parts``, or two ranks held each of the ``shards``. Elements from ``end`` on are not
-        in any piece.
-        """
-        size = self.layout.size
-        whole = [(part, {*range(size)}) for part in parts]
-        if shards is not None:
-            whole = [(slice(start, stop), {rank, (rank + 1) % size}) for start, stop, rank in shards]
-        for part, ranks in whole:
-            stop = min(part.stop, end)
-            for start in range(part.start, stop, largest):
-                yield slice(start, min(start + largest, stop)), ranks
-
-    def _value(self, name: str, piece: slice) -> Any:
-        """What this rank has of a piece; None if it has nothing."""
-        for start, values in self._values.get(name, ()):
-            if start <= piece.start < start + len(values):
-                return values[piece.start - start : piece.stop - start]
-        return None
-
-
-def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
-    """The state of the optimizer by name, the weights that it trains (``weights``), and all others (``frozen``)."""
-    optimizer = device.step.optimizer
-    return {"weights": optimizer.weights, "frozen": device.step.frozen, **optimizer.state}
-
-
-def _frozen_parts(state: ShardedState) -> list[slice]:
-    """The parts of the frozen weights that ranks receive from each other.
-
-    With adapters, these are only the frozen adapters, because each rank reads the base model from its files.
-    """
-    if state.model.lora is None:
-        return [_whole(state.frozen)]
-    return [span for name, span in state.frozen.spans.items() if is_adapter(name)]
-
-
-def _whole(held: Parameters | OwnedSlices) -> slice:
-    """All tensors of its layout; what is beyond depends on the number of ranks."""
-    return slice(0, max((span.stop for span in held.spans.values()), default=0))
 
 
 # --- what a newcomer must have and takes, and what is made again for other ranks -----------------------
@@ -394,7 +262,7 @@ NO_NUMBERS = {
 def facts_of(run: Any) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
-        "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
+        "settings": run.options, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
         "resumes": run.resumes, "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
         "description": run.description, "batches": run.own.state(), "brings": run.brings, "watched": run.watched,
@@ -403,7 +271,7 @@ def facts_of(run: Any) -> dict[str, Any]:
 
 def misfit(newcomer: Any, facts: dict[str, Any]) -> str:
     """Why a newcomer's settings or data differ from the run's ``facts``, or ""."""
-    mine, theirs = flatten("", newcomer.asked), flatten("", facts["settings"])
+    mine, theirs = flatten("", newcomer.options), flatten("", facts["settings"])
     if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
         expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
         return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
@@ -425,7 +293,7 @@ def misfit(newcomer: Any, facts: dict[str, Any]) -> str:
 
 def take_facts(newcomer: Any, facts: dict[str, Any]) -> None:
     """Use the settings in ``facts``."""
-    newcomer.asked, chosen = facts["settings"], facts["chosen"]
+    newcomer.options, chosen = facts["settings"], facts["chosen"]
     chosen["tracker"] = tuple(chosen["tracker"])  # JSON has only lists
     newcomer.config = newcomer.config.model_copy(update={name: chosen[name] for name in CHOSEN | NO_NUMBERS})
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])

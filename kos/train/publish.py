@@ -14,13 +14,13 @@ from typing import Any
 
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument, RendezvousError, TransferError
-from kos.train.checkpoint.huggingface import name_as_saved, shape_as_saved
+from kos.memory.sharded import Sharded
+from kos.train.checkpoint.huggingface import name_as_saved
 from kos.train.config.options import TrainConfig
 from kos.train.device import Device
-from kos.train.layers import Placement as Place
 from kos.train.layers.lora import A, B, is_adapter
 from kos.train.model.families import TRANSPOSED
-from kos.train.ops.parameters import Parameters
+from kos.train.ops.parameters import Parameters, overlap
 from kos.train.parallel.failures import alone
 from kos.train.parallel.mesh import Axis
 from kos.transfer.exchange import listen, parse
@@ -55,7 +55,7 @@ class MergedRows:
                     ops.copy(weights[name][rows], self.weights[name])
                     ops.low_rank(b[rows], a, self.weights[name], False, lora.scale, True, arena)
 
-    def arrays(self, places: Mapping[str, Place]) -> dict[str, tuple[object, Placement]]:
+    def arrays(self, places: Mapping[str, Sharded]) -> dict[str, tuple[object, Placement]]:
         """The published array: the merged rows, flattened, and their placement."""
         placed = []
         for name, rows in self.rows.items():
@@ -142,30 +142,25 @@ def _part(size: int, replicas: Axis) -> slice:
 
 
 def _arrays(
-    prefix: str, held: Parameters, slices: Iterable[slice], places: Mapping[str, Place], without: Container[str] = ()
+    prefix: str, held: Parameters, slices: Iterable[slice], places: Mapping[str, Sharded], without: Container[str] = ()
 ) -> dict[str, tuple[object, Placement]]:
     """An array for each run of neighbouring elements of tensors in ``slices`` of ``held.flat``."""
     found = dict[str, tuple[object, Placement]]()
     for part in slices:
         runs: list[tuple[int, int, list[Placement]]] = []
         for name, span in held.spans.items():
-            start, stop = max(span.start, part.start), min(span.stop, part.stop)
-            if start < stop and name not in without:
-                placed = _placed(name, places[name]).flat(start - span.start, stop - span.start)
-                if not runs or runs[-1][1] != start:
-                    runs.append((start, start, []))
-                first, _, several = runs.pop()
-                runs.append((first, stop, [*several, placed]))
+            if (both := overlap(span, part)) and name not in without:
+                placed = _placed(name, places[name]).flat(both.start - span.start, both.stop - span.start)
+                joins = bool(runs) and runs[-1][1] == both.start
+                first, _, several = runs.pop() if joins else (both.start, 0, [])
+                runs.append((first, both.stop, [*several, placed]))
         for first, last, several in runs:
             found[f"{prefix}[{first}:{last}]"] = held.flat[first:last], Placement.joined(several)
     return found
 
 
-def _placed(name: str, place: Place) -> Placement:
+def _placed(name: str, place: Sharded) -> Placement:
     """Where this rank's part of a tensor lies in the tensor of Hugging Face."""
-    dim, shape = place.dim or 0, place.shape
-    start, size = (place.start, place.size) if place.dim is not None else (0, shape[0])
     if name.endswith(TRANSPOSED):
-        shape, last = shape_as_saved(name, shape), len(shape) - 1
-        return Placement.cut(shape, last - dim, start, size, name_as_saved(name)).transposed
-    return Placement.cut(shape, dim, start, size, name_as_saved(name))
+        return Placement.of(place.transposed, name_as_saved(name)).transposed
+    return Placement.of(place, name_as_saved(name))

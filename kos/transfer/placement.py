@@ -19,9 +19,8 @@ from kos.comm.arguments import check_int, check_rank
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, raised_as
 from kos.memory.array import Array
+from kos.memory.sharded import Sharded, Sizes
 from kos.transfer.arguments import check_at_least, check_axis, check_name, check_shape
-
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +93,13 @@ class Placement:
     @classmethod
     def whole(cls, shape: Sequence[int], tensor: str = "") -> Placement:
         """All of a tensor of this shape.  The default name of the tensor is that of the array."""
-        shape = check_shape(check_name("tensor", tensor) or "whole", shape)
-        return cls(shape, (Part(tensor, shape, (0,) * len(shape), shape, 0, c_strides(shape)),))
+        return cls.of(Sharded(check_shape(check_name("tensor", tensor) or "whole", shape)), tensor)
+
+    @classmethod
+    def of(cls, sharded: Sharded, tensor: str = "") -> Placement:
+        """The box of a tensor that a rank holds."""
+        local, start = sharded.local, tuple(each.start for each in sharded.box)
+        return cls(local, (Part(tensor, sharded.shape, start, local, 0, c_strides(local)),))
 
     @classmethod
     def cut(cls, shape: Sequence[int], axis: int, start: int, size: int, tensor: str = "") -> Placement:
@@ -128,8 +132,7 @@ class Placement:
         if shape[axis] % parts:
             expected = f"a multiple of {parts} elements along axis {axis}, for equal parts"
             raise InvalidArgument(f"{who}: expected {expected}, got shape {shape}")
-        size = shape[axis] // parts
-        return cls.cut(shape, axis, rank * parts // ranks * size, size, tensor)
+        return cls.of(Sharded(shape).split("", axis, rank, ranks, parts), tensor)
 
     @classmethod
     def joined(cls, placements: Sequence[Placement]) -> Placement:

@@ -17,8 +17,9 @@ import numpy as np
 
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, plural
+from kos.memory.sharded import Sizes
 from kos.transfer.arguments import check_dict, check_kind
-from kos.transfer.placement import Part, Placement, Sizes
+from kos.transfer.placement import Part, Placement
 
 
 class Array(NamedTuple):

@@ -20,7 +20,7 @@ from kos.memory.array import Array
 from kos.memory.buffer import as_buffer
 from kos.transfer.arguments import check_at_least, check_name, check_shape
 from kos.transfer.gpu import Copiers
-from kos.transfer.placement import Arrays, Flat, Sizes, current
+from kos.transfer.placement import Arrays, Flat, current
 from kos.transfer.plan import Array as Described
 
 _KERNEL = Path(__file__).parents[1] / "comm/gpu/kernels/quantize_blocks.cu"
@@ -48,7 +48,7 @@ class BlockScales:
         for each in self.block:
             check_at_least(f"block of {self.of}", each, 1)
 
-    def shape(self, matrix: Sizes) -> Sizes:
+    def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a matrix of this shape."""
         if len(check_shape(self.of, matrix)) != 2:
             raise InvalidArgument(f"{self.of}: expected the shape of a matrix, such as (4, 4), got {matrix}")
@@ -58,7 +58,7 @@ class BlockScales:
 class Quantized(NamedTuple):
     """A matrix in 8 bits, and its scales."""
 
-    shape: Sizes
+    shape: tuple[int, ...]
     block: tuple[int, int]
     matrix: Any
     scales: Any

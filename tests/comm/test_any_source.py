@@ -12,6 +12,7 @@ from kos import _core
 from kos.comm.contract import Backend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.matching import Receive
+from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -252,7 +253,7 @@ def test_a_probe_takes_nothing(comm, /):
         for source in (1, None):
             for _ in range(2):
                 envelope = comm.probe(source, 6)
-                assert envelope == comm.probe(source, 6, wait=False) == (1, np.int32, 5) and envelope.nbytes == 20
+                assert envelope == comm.probe(source, 6, wait=False) == (1, np.int32, 5, 6) and envelope.nbytes == 20
         assert comm.probe(tag=5, wait=False) is None
         assert comm.recv(np.zeros(5, np.int32), tag=6)[1] == 1
         assert comm.probe(tag=6, wait=False) is None
@@ -271,6 +272,49 @@ def test_a_probe_takes_nothing(comm, /):
             comm.send(np.full(1, 8.0), 0, 6)
         wait_for_marks(comm)
         comm.barrier()
+
+
+@on_each_rank("run")
+def test_any_tag_takes_messages_in_the_order_in_which_they_were_sent(comm, /):
+    tags = [5, 3, 5, 0, 3, COLLECTIVE_TAGS - 1]
+    if comm.rank:
+        for number, tag in enumerate(tags):
+            comm.send(np.array([comm.rank, number, tag], float), 0, tag)
+        comm.barrier()
+        comm.send_bytes(bytes(comm.rank), 0, 7)
+    else:
+        seen: dict[int, list[float]] = {rank: [] for rank in range(1, comm.size)}
+        for turn in range(len(tags) * len(seen)):
+            envelope = comm.probe(tag=kos.ANY)
+            x, src, tag = comm.recv(np.zeros(3), envelope.src if turn % 2 else None, kos.ANY)
+            assert (x[0], x[2]) == (src, tag) and (turn % 2 == 0 or (src, tag) == (envelope.src, envelope.tag))
+            seen[src].append(x[1])
+        assert all(numbers == [*range(len(tags))] for numbers in seen.values())
+        comm.barrier()
+        assert {comm.recv_bytes(tag=kos.ANY) for _ in seen} == {(bytes(rank), rank, 7) for rank in seen}
+        with pytest.raises(CollectiveTimeout, match="from any rank with any tag"):
+            comm.recv(np.zeros(1), tag=kos.ANY, timeout=0.05)
+        assert comm.probe(tag=kos.ANY, wait=False) is None  # messages of collectives have tags too
+        assert comm.recv(x, kos.NOBODY, kos.ANY) [1:] == (kos.NOBODY, kos.ANY)
+    comm.barrier()
+
+
+@on_each_rank("run")
+def test_receives_of_any_tag_and_of_one_match_in_the_order_of_their_calls(comm, /):
+    if comm.rank == 0:
+        x = np.zeros((5, 1))
+        calls = [(None, 2), (1, kos.ANY), (1, 2), (None, kos.ANY), (1, 3)]
+        works = [comm.recv(x[i], src, tag, async_op=True) for i, (src, tag) in enumerate(calls)]
+        comm.barrier()
+        got = [work.wait(TIMEOUT) for work in works]
+        assert x.ravel().tolist() == [0, 1, 2, 3, 4]
+        assert [each[1:] for each in got[:2]] == [(1,), (1, 2)] and got[3][1:] == (1, 2)
+    else:
+        comm.barrier()
+        if comm.rank == 1:
+            for number, tag in enumerate([2, 2, 2, 2, 3]):
+                comm.send(np.array([float(number)]), 0, tag)
+    comm.barrier()
 
 
 @on_each_rank(spawn, 1)
@@ -327,7 +371,7 @@ def test_a_message_whose_sender_has_cancelled_it_is_passed(comm, /):
         comm.send_bytes(b"next", 0)
     else:
         comm.rendezvous.barrier()
-        assert comm.probe() == (1, np.uint8, LONG)
+        assert comm.probe() == (1, np.uint8, LONG, 0)
         comm.rendezvous.barrier()
         comm.rendezvous.barrier()
         assert comm.probe(wait=False) is None

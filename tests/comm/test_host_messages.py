@@ -66,7 +66,7 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(count, monk
             comm.recv(np.ones(1), 0, 3)  # all messages that can arrive have arrived
             transport = comm.backend.transport
             [end] = transport.peers.values()
-            lengths = [len(data) for queue in end._arrived.values() for _, _, data, _ in queue if data is not None]
+            lengths = [len(data) for queue in end._arrived.values() for _, (_, _, data, _) in queue if data is not None]
             assert number > len(lengths) > number // 8
             assert sum(lengths) + len(lengths) * tcp_messages.OVERHEAD_BYTES <= credit
             for i in range(number):

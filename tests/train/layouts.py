@@ -142,14 +142,14 @@ def held_by(device: Any, to_host: Callable[[Any], np.ndarray]) -> dict[tuple[Any
     """
     weights, state = device.whole_weights(), device.step.optimizer.state
     placements = device.state.placements
-    found = {("whole", name, placements[name].start, 0, 0): to_host(array) for name, array in weights.items()}
+    found = {("whole", name, str(placements[name].box), 0, 0): to_host(array) for name, array in weights.items()}
     for kind, array in state.items():
         flat = to_host(array.flat)
         for (name, span), (part, local) in itertools.product(array.spans.items(), array.parts()):
             start, stop = max(part.start, span.start), min(part.stop, span.stop)
             if start < stop:
                 at = local.start + start - part.start
-                key = kind, name, placements[name].start, start - span.start, stop - span.start
+                key = kind, name, str(placements[name].box), start - span.start, stop - span.start
                 found[key] = flat[at : at + stop - start]
     return {key: values.tobytes() for key, values in found.items()}
 

@@ -18,7 +18,7 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import Buckets, DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 
 Whole = dict[str, np.ndarray]
@@ -53,7 +53,7 @@ def make_state(
     sharded = zero and group.size > 1
     multiple = 8 * group.size if sharded else 1
     weights = Parameters(model.parameter_shapes(*parts), groups=model.fused_groups(*parts), multiple=multiple)
-    parallel = DataParallel(mesh.dense, weights.like(), sharded=sharded, bucket_bytes=bucket_bytes)
+    parallel = DataParallel(mesh.dense, weights.like(), Buckets(multiple, bucket_bytes, bucket_bytes, sharded))
     optimizer: Any = Optimizer(AdamW(), weights, parts=parallel.parts() if sharded else None)
     if sharded and master_shards:
         optimizer.weights = OwnedSlices(weights, optimizer.state["exp_avg"].slices)
@@ -63,10 +63,9 @@ def make_state(
 def expected_of(state: ShardedState, whole: Whole, name: str) -> np.ndarray:
     """This rank's part of a tensor."""
     tensor, placement = whole[name], state.placements[name.removeprefix("exp_avg.").removeprefix("exp_avg_sq.")]
-    if placement.dim is None:
+    if (split := placement.along("tp")) is None:
         return tensor
-    parts = np.split(tensor, placement.shards, placement.dim)
-    return parts[state.mesh.tp.rank * placement.shards // state.mesh.tp.size]
+    return np.split(tensor, split.parts, split.dim)[state.mesh.tp.rank * split.parts // state.mesh.tp.size]
 
 
 def fill(state: ShardedState, whole: Whole) -> None:

@@ -20,7 +20,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.ops.parameters import Parameters
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import Buckets, DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.trainer import Trainer
 from tests.train import layouts
@@ -53,7 +53,7 @@ def test_ranks_hold_the_same_weights(layout, changes):
     for rank, got in enumerate(ranks):
         placements = got["model"].placements(got["model"].local(0, layout.tp))
         for name, value in got["weights"].items():
-            at = None if placements[name].dim is None else layout.coordinates(rank)["tp"]
+            at = None if placements[name].along("tp") is None else layout.coordinates(rank)["tp"]
             assert held.setdefault((name, at), value.tobytes()) == value.tobytes(), f"{name} of rank {rank}"
     rows = ranks[0]["rows"]
     assert all(got["rows"].tobytes() == rows.tobytes() for got in ranks) and rows[-1, 0] < rows[0, 0]
@@ -226,7 +226,8 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
         gradients = Parameters({"a": (2 * bucket,), "b": (bucket,)}, multiple=bucket)
         mesh = Mesh(comm)
         how = {"compress": form.name, "exact": mesh.exact("cpu")}
-        parallel = DataParallel(mesh.dense, gradients, sharded=sharded, bucket_bytes=4 * bucket, **how)
+        buckets = Buckets(bucket, 4 * bucket, 4 * bucket, sharded)
+        parallel = DataParallel(mesh.dense, gradients, buckets, **how)
         sums = []
         for step in range(steps):
             gradients.flat[:] = terms[step, comm.rank]

@@ -11,8 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import Fault, spawn
-from kos.train import checkpoint, elastic, load
+from kos.train import checkpoint, load
 from kos.train.checkpoint import adapter
+from kos.train.checkpoint.state import ShardedState
 from kos.train.config.flags import parse
 from kos.train.evaluator import evaluate
 from kos.train.export import main as export
@@ -266,6 +267,11 @@ REFUSED: list[tuple[str, Any, str]] = [  # setting, value, what the error says o
     ("r", None, "expected an integer of at least 1, got None"), ("r", 0, "expected .* 1, got 0"),
     ("lora_alpha", 0, f"{NUMBER}, got 0"), ("lora_alpha", float("nan"), f"{NUMBER}, got nan"),
     ("lora_alpha", 7, "expected 5.0, which the run had, got 7"), ("target_modules", "all-linear", LIST),
+    ("target_modules", "(", "expected a regular expression, got missing"),
+    ("target_modules", "lm_.*", "expected a regular expression that matches matrices, such as"),
+    ("use_rslora", 1, "expected true or false, got 1"),
+    ("layers_to_transform", ["1"], "expected numbers of layers, got"),
+    ("layers_to_transform", [3], "expected numbers from 0 to 2, got 3"),
     ("target_modules", [], LIST), ("target_modules", ["q_proj", "lm_head"], f"{SOME} lm_head"),
     ("target_modules", MODULES[:-1], "expected down_proj of all layers, got it without model.layers.2.mlp.down_proj"),
     ("target_modules", [*MODULES, "model.layers.3.mlp.up_proj"], f"{SOME} model.layers.3.mlp.up_proj"),
@@ -362,17 +368,17 @@ class Counting:
 
 def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_path, monkeypatch, before_call):
     """The base does not come from the other ranks too."""
-    how, load = {**OF_ELASTIC, "init_from": small, "freeze": ("*.layers.0.*",)}, elastic.Kept.load
+    how, load = {**OF_ELASTIC, "init_from": small, "freeze": ("*.layers.0.*",)}, ShardedState.load
     counted = list[tuple[int, int]]()
 
-    def counting(self, device, comm, present):
-        load(self, device, counting := Counting(comm), present)
-        frozen = {name: span.stop - span.start for name, span in device.state.frozen.spans.items()}
+    def counting(self, mine, comm, holds):
+        load(self, mine, counting := Counting(comm), holds)
+        frozen = {name: span.stop - span.start for name, span in self.frozen.spans.items()}
         adapters = sum(size for name, size in frozen.items() if is_adapter(name))
         assert 0 < adapters < sum(frozen.values())
-        counted.append((counting.count, adapters + 3 * device.state.optimizer.weights.flat.size))
+        counted.append((counting.count, adapters + 3 * self.optimizer.weights.flat.size))
 
-    monkeypatch.setattr(elastic.Kept, "load", counting)
+    monkeypatch.setattr(ShardedState, "load", counting)
     threads = invite(before_call, text, tmp_path / "run", **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "elastic": "1:3"})
     assert ended(threads) == [[]] * len(threads)

@@ -8,11 +8,11 @@ import pytest
 
 from kos.errors import CheckpointError
 from kos.memory.arena import Arena
+from kos.memory.sharded import Sharded
 from kos.testing import spawn
 from kos.train import checkpoint, optim
 from kos.train.config.flags import parse
 from kos.train.device.dry_run import DryRun
-from kos.train.layers import Placement
 from kos.train.model import huggingface
 from kos.train.model.families import GPT2Config
 from kos.train.model.llama import LlamaConfig
@@ -38,7 +38,7 @@ MUON: dict[str, Any] = {"optimizer": "muon"}
 SHAPES = {
     "head": (50, 12), "norm": (12,), "wide": (12, 40), "q": (12, 12), "tall": (31, 12), "stacked.c_attn": (36, 12),
 }  # fmt: skip
-HIDDEN = {name: Placement(SHAPES[name]) for name in ("wide", "q", "tall", "stacked.c_attn")}
+HIDDEN = {name: Sharded(SHAPES[name]) for name in ("wide", "q", "tall", "stacked.c_attn")}
 
 
 def exact(x: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kos.train.layers import Placement
+from kos.memory.sharded import Sharded
 from kos.train.ops.numpy_optimizer import LearningRate
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, Optimizer
@@ -19,7 +19,7 @@ __all__ = ["ops"]
 def test_batches_are_single_matrices_together(ops, rng):
     """And with --deterministic one at a time, as their number differs between layouts."""
     shapes = {f"{name}{i}": (16, 24) for i in range(5) for name in "ab"}
-    rule, calls = Muon({name: Placement(shape) for name, shape in shapes.items()}), []
+    rule, calls = Muon({name: Sharded(shape) for name, shape in shapes.items()}), []
     gradients = Parameters(shapes, "float32", None, ops.zeros)
     gradients.flat.copy_from(rng.normal(size=gradients.flat.size).astype(np.float32))
     real = ops.orthogonalize
@@ -38,7 +38,7 @@ def test_batches_are_single_matrices_together(ops, rng):
 def test_an_update_takes_the_memory_that_was_planned(monkeypatch):
     """A run's arena is of that size, and raises if more is asked of it."""
     emulator.host_memory(monkeypatch)
-    rule = Muon({name: Placement(shape) for name, shape in (("a", (96, 160)), ("b", (96, 160)), ("c", (64, 64)))})
+    rule = Muon({name: Sharded(shape) for name, shape in (("a", (96, 160)), ("b", (96, 160)), ("c", (64, 64)))})
     weights = Parameters({"a": (96, 160), "b": (96, 160), "c": (64, 64)}, "float32", None, emulator.HostOps().zeros)
     ops = emulator.HostOps()
     held = OwnedSlices(weights, [slice(0, weights.flat.size)])

@@ -140,7 +140,7 @@ def test_the_comparison_names_the_tensor_and_two_ranks(zero, where, ranks, text,
     def change(trainer: Trainer) -> None:
         own, optimizer = trainer.device.step.parallel.parts()[-1], trainer.device.step.optimizer
         held = optimizer.weights if where == "weights" else optimizer.state[where]
-        (_, _, at), *_ = trainer.device.state.held(held, overlap(own, held.spans[table]))
+        (_, _, at), *_ = held.held(overlap(own, held.spans[table]))
         held.flat.view(np.uint32)[at] ^= 1
 
     what = {"weights": table, "exp_avg_sq": f"exp_avg_sq of {table}"}[where]
@@ -164,7 +164,7 @@ def test_the_comparison_on_emulated_gpus(emulated, changes, monkeypatch):
             device.finish_step(step)
         check_replicas(device, 2)
         held = device.step.optimizer.state["exp_avg"]  # of which this rank has a part
-        (_, _, at), *_ = device.state.held(held, held.spans["model.embed_tokens.weight"])
+        (_, _, at), *_ = held.held(held.spans["model.embed_tokens.weight"])
         if comm.rank == 3:
             on_host(held.flat)[at] += 1
         with pytest.raises(TrainingError, match="exp_avg of model.embed_tokens.weight, elements .* on rank 3 than on"):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kos import cuda
+from kos.memory.sharded import Sharded
 from kos.train.config import OPTIMIZERS
 from kos.train.config.options import TrainConfig
-from kos.train.layers import Placement
 from kos.train.ops.numpy_optimizer import SCALARS, LearningRate, clip_coefficient
 from kos.train.ops.parameters import Parameters
 from kos.train.optim import CHUNK, Group, Optimizer
@@ -52,7 +52,7 @@ def check_updates(
 
     ``graph``: they are replayed.
     """  # fmt: skip
-    hidden = {each: Placement(shape) for each, shape in shapes.items() if each not in PLAIN}
+    hidden = {each: Sharded(shape) for each, shape in shapes.items() if each not in PLAIN}
     matrices = Muon(hidden, (".c_attn",), 0.9) if name == "muon" else None
     decays = [each for each in shapes if each in PLAIN and each != "norm"]
     groups = [Group(decays, 0.1), Group(["norm"]), Group(hidden, 0.3, 0.5, matrices)]

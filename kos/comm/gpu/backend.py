@@ -52,6 +52,7 @@ class GPUBackend(WatchedBackend):
 
     on_gpu: ClassVar[bool] = True
     has_envelopes: ClassVar[bool] = False
+    finds_any_tag: ClassVar[bool] = False
     work: ClassVar[type[Work[Any]]] = DeviceWork
 
     def __init__(

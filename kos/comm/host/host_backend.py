@@ -99,6 +99,8 @@ class HostBackend:
             self.shared.waiting = self.scheduled.matching.waiting
         self.has_envelopes = self.shared is not None or type(self.transport).arrived is not Backend.arrived
         """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
+        self.finds_any_tag = self.shared is not None or self.transport.finds_any_tag
+        """Whether receives and probes may take messages of any tag."""
         if self.transport.processes:
             at_exit(self)
 

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import count, islice, repeat
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.shared.calls import CHECK_SECONDS
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.matching import Envelope, envelope
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import described
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.transport import remove, take, wrong_message
@@ -72,6 +74,7 @@ class MPITransport(Backend):
 
     name = "mpi"
     processes = True
+    finds_any_tag = True
     check_seconds, last_checks = CHECK_SECONDS, LAST_CHECKS
 
     def __init__(self, rendezvous: ControlPlane, engine: Engine) -> None:
@@ -84,7 +87,8 @@ class MPITransport(Backend):
         self.active: set[MPIMessage] = set()
         self._given_up: list[Any] = []  # the requests of cancelled sends, which MPI may still hold
         self._posted: dict[tuple[int, int], deque[MPIMessage]] = {}  # unmatched receives, by peer and tag
-        self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # messages without a receive
+        self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int, int]]] = {}  # messages without a receive
+        self._arrivals = count()
         self.checks, self.next_check = 1, 0.0
         self._described: dict[tuple[int, int], bytes] = {}  # descriptions of mismatched calls, by collective and rank
         self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
@@ -144,18 +148,11 @@ class MPITransport(Backend):
         posted = self._posted.get(key)
         if posted is None or posted[0] is not message:
             return
-        arrival = take(self._arrived, key) if self._arrived else None
-        while arrival is None:
-            probed = self._probe(peer)
-            if probed is None:
+        while (arrival := take(self._arrived, key)) is None:
+            if not self._probe(peer):
                 return
-            its_key, arrival = probed
-            if its_key != key:
-                self._arrived.setdefault(its_key, deque()).append(arrival)
-                arrival = None
         take(self._posted, key)
-        probed, nbytes, wire_tag = arrival
-        array = message.array
+        (probed, nbytes, wire_tag, _), array = arrival, message.array
         if wire_tag == message.wire_tag and nbytes == array.nbytes:
             message.post(probed.Irecv(as_bytes(array, self._MPI)))
         else:
@@ -163,27 +160,34 @@ class MPITransport(Backend):
             error = wrong_message(self.failures, self.failures.rank, expected, peer, got)
             message.refuse(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)), error)
 
-    def _probe(self, peer: int) -> tuple[tuple[int, int], tuple[Any, int, int]] | None:
-        """The next message of a rank, or of any, that MPI has not shown yet: its key and entry in ``_arrived``."""
+    def _probe(self, peer: int) -> bool:
+        """Add the next message of a rank, or of any, to ``_arrived``; whether MPI has shown one."""
         probed, status = self._comms[0].Improbe(peer, self._MPI.ANY_TAG, self._status), self._status
         if probed is None:
-            return None
-        wire_tag = status.Get_tag()
-        return (status.Get_source(), wire_tag & TAG), (probed, status.Get_elements(self._MPI.BYTE), wire_tag)
+            return False
+        key, wire_tag = (status.Get_source(), status.Get_tag() & TAG), status.Get_tag()
+        what = probed, status.Get_elements(self._MPI.BYTE), wire_tag, next(self._arrivals)
+        self._arrived.setdefault(key, deque()).append(what)
+        return True
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         if time.monotonic() >= self.next_check:
             self.receive_notices()
-        keys = [(rank, tag) for rank in ranks if (rank, tag) not in self._posted]
-        first = next((key for key in keys if key in self._arrived), None)
-        while first is None:  # no further: what MPI has not shown may be much, and takes no memory of kos
-            probed = self._probe(ranks[0] if len(ranks) == 1 else self._MPI.ANY_SOURCE)
-            if probed is None:
-                return None
-            self._arrived.setdefault(probed[0], deque()).append(probed[1])
-            first = probed[0] if probed[0] in keys else None
-        _, nbytes, wire_tag = self._arrived[first][0]
-        return envelope(first[0], nbytes, wire_tag >> DTYPE_SHIFT)
+        while (first := next(filter(None, (self._first(rank, tag) for rank in ranks)), None)) is None:
+            if not self._probe(ranks[0] if len(ranks) == 1 else self._MPI.ANY_SOURCE):
+                break
+        return first  # the rest stays with MPI: it may be much
+
+    def _first(self, rank: int, tag: int) -> Envelope | None:
+        """The envelope of that rank's first message with ``tag``, or ANY, that no posted receive takes."""
+        tags = [tag] if tag != ANY else [t for source, t in self._arrived if source == rank and t < COLLECTIVE_TAGS]
+        heads = list[tuple[Any, int, int, int]]()
+        for key in zip(repeat(rank), tags):
+            heads += islice(self._arrived.get(key, ()), taken := len(self._posted.get(key, ())), taken + 1)
+        if not heads:
+            return None
+        _, nbytes, wire_tag, _ = min(heads, key=itemgetter(-1))
+        return envelope(rank, nbytes, wire_tag >> DTYPE_SHIFT, wire_tag & TAG)
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         active = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.active)

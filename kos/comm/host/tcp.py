@@ -91,6 +91,7 @@ class TCPTransport(Backend):
 
     name = "tcp"
     processes = True
+    finds_any_tag = True
 
     def __init__(
         self, rendezvous: ControlPlane, engine: Engine, poller: Poller | None = None,

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from kos.comm.control.hub import holds_data
 from kos.comm.failures import RECENT_SECONDS
-from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.operation import ANY, COLLECTIVE_TAGS
 from kos.comm.transport import remove, take, wrong_message
 from kos.dtypes import DTYPE_CODES, dtype_of_code
 from kos.errors import KosError, RendezvousError, by_handler, from_record
@@ -75,6 +75,7 @@ class TCPMessage:
 NO_CALL = 0, b""
 Arrival = tuple[int, int, memoryview | None, int]
 """A message that arrived: bytes, dtype or fingerprint, the data, and its number if it waits for a CTS instead."""
+_arrivals = count()
 
 
 class _Outgoing:
@@ -96,7 +97,7 @@ class Peer:
         self.closed = False  # whether it has closed its communicator, and not crashed
         self._cause: KosError | None = None  # the failure because of which it closed it
         self.posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
-        self._arrived: dict[int, deque[Arrival]] = {}  # messages without a receive, by tag
+        self._arrived: dict[int, deque[tuple[int, Arrival]]] = {}  # messages without a receive, by tag, in their order
         self.credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
         self.freed = 0  # credits to be returned to the other side
         link.peers[transport.group] = self
@@ -125,11 +126,16 @@ class Peer:
         if message.tag not in self._arrived:
             self.posted.setdefault(message.tag, deque()).append(message)
         elif (arrival := take(self._arrived, message.tag)) is not None:
-            self._match(message, arrival)
+            self._match(message, arrival[1])
 
-    def arrived(self, tag: int) -> tuple[int, int] | None:
-        """Bytes and dtype of the first message of the program with that tag that has no receive; None without one."""
-        return self._arrived[tag][0][:2] if tag in self._arrived else None
+    def arrived(self, tag: int) -> tuple[int, int, int] | None:
+        """Bytes, dtype and tag of the first message of the program with that tag, or ANY, that has no receive."""
+        tags = [each for each in self._arrived if each < COLLECTIVE_TAGS] if tag == ANY else [tag]
+        heads = [(*self._arrived[each][0], each) for each in tags if each in self._arrived]
+        if not heads:
+            return None
+        _, (nbytes, code, *_), tag = min(heads)
+        return nbytes, code, tag
 
     def send_control(self, kind: int, tag: int, data: bytes, call: int = 0) -> None:
         """Queue a control message about the group, and send it if the socket allows."""
@@ -177,7 +183,7 @@ class Peer:
         if tag >= COLLECTIVE_TAGS and arrival[1]:
             self.transport.compare(tag, self.rank, arrival[1])
         if tag not in self.posted:
-            self._arrived.setdefault(tag, deque()).append(arrival)
+            self._arrived.setdefault(tag, deque()).append((next(_arrivals), arrival))
         elif (message := take(self.posted, tag)) is not None:
             self._match(message, arrival)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from kos.comm.control.base import ControlPlane
 from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, COLLECTIVES, GROUP_CALLS, PARTS, Facts, Operation
+from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, COLLECTIVES, GROUP_CALLS, PARTS, Facts, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
@@ -31,6 +33,7 @@ from kos.errors import CollectiveMismatch, KosError, plural
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
+_numbers = count()
 _COMPUTED = {"barrier", *GROUP_CALLS} | {name for name, row in COLLECTIVES.items() if not row.varies}
 """The collectives that ``compute`` supports: the pieces of all ranks have the same length.
 
@@ -46,6 +49,7 @@ class ThreadTransport(Backend):
     """
 
     name = "mock"
+    finds_any_tag = True
 
     def __init__(self, rendezvous: ControlPlane, engine: Engine) -> None:
         super().__init__(rendezvous, engine)
@@ -114,8 +118,11 @@ class ThreadTransport(Backend):
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         with self.group.world.lock:
             for rank in ranks:
-                if sent := self._sent.get((rank, self.rank, tag)):
-                    return Envelope(rank, sent[0].array.dtype, sent[0].array.size)
+                tags = [tag] if tag != ANY else [t for *ends, t in self._sent if ends == [rank, self.rank]]
+                queues = [self._sent.get((rank, self.rank, t)) for t in tags if t < COLLECTIVE_TAGS]
+                if heads := [queue[0] for queue in queues if queue]:
+                    first = min(heads, key=attrgetter("number"))
+                    return Envelope(rank, first.array.dtype, first.array.size, first.tag)
         return None
 
     def end_of(self, rank: int) -> KosError | None:
@@ -286,11 +293,12 @@ class ThreadTransport(Backend):
 class ThreadMessage:
     """The sending or receiving end of a message.  ``other`` is the rank at the other end."""
 
-    __slots__ = ("_transport", "array", "complete", "dst", "error", "other", "src", "tag")
+    __slots__ = ("_transport", "array", "complete", "dst", "error", "number", "other", "src", "tag")
 
     def __init__(self, transport: ThreadTransport, key: Key, array: Array, other: int) -> None:
         self._transport, self.array, self.other = transport, array, other
         self.src, self.dst, self.tag = key
+        self.number = next(_numbers)  # in the order of the calls
         self.complete = False
         self.error: CollectiveMismatch | None = None
 

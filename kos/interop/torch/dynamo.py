@@ -21,8 +21,8 @@ def disable(*modules: ModuleType) -> None:
     """
     frames: Any = getattr(torch._C._dynamo, "eval_frame", None)  # not part of torch's API
     action, strategy, set_strategy = (getattr(frames, name, None) for name in _PRIVATE)
-    classes = [x for module in modules for x in vars(module).values() if inspect.isclass(x)]
-    ours = [each for each in classes if each.__module__.startswith(__package__)]
+    classes = [(x, module) for module in modules for x in vars(module).values() if inspect.isclass(x)]
+    ours = [each for each, module in classes if each.__module__ == module.__name__]
     for method in [x for each in ours for x in vars(each).values() if inspect.isfunction(x)]:
         if method.__name__ not in _TRACED:
             method._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -233,7 +233,7 @@ class ProcessGroupKos(Reconfigurable):
         store = torch._C._distributed_c10d.PrefixStore(f"{self.prefix}{name}/", self._store)
         world, limit = [self._ranks[rank] for rank in ranks], timeout or timedelta(seconds=self._timeout)
         me, options = ranks.index(self.rank()), opts or self.options
-        group = ProcessGroupKos(store, me, len(ranks), limit, world, options)
+        group = type(self)(store, me, len(ranks), limit, world, options)
         group.setGroupName(name)
         group._set_group_desc(group_desc or "undefined")
         if self._gpu is not None:

@@ -1,8 +1,12 @@
-"""Weights and optimizer state of a rank: conversion between the layout of training and the whole tensors of files.
+"""Weights and optimizer state of a rank, resharded: to and from whole tensors in files, or host memory of other ranks.
 
-A rank holds tensors in part: those of its pipeline stage, their tensor-parallel ``Placement``, and of these, with
-ZeRO-1, its part of each bucket. To be saved, a tensor is gathered to the one rank that writes it, bucket by bucket.
-To be loaded, each rank reads the slices that it needs. Neither takes more host memory than a whole tensor.
+A rank holds tensors in part: those of its pipeline stage, of each the box that tensor parallelism leaves it
+(``Sharded``), and of these, with ZeRO-1, its part of each bucket.
+
+- To files: a tensor is gathered to the one rank that writes it, bucket by bucket.
+- From files: each rank reads the slices that it needs. Neither takes more host memory than a whole tensor.
+- To host memory, and from the host memory of all ranks (``--elastic``): each rank says which slices it holds. A slice
+  that some rank lacks is broadcast by the first one that holds it.
 """
 
 from __future__ import annotations
@@ -10,21 +14,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any, Protocol
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kos.errors import CheckpointError
 from kos.memory.arena import Arena
 from kos.memory.array import as_dtype
-from kos.train.layers import Placement
+from kos.memory.sharded import Split
 from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.ops import Array
 from kos.train.ops.fp8 import Quantized
-from kos.train.ops.parameters import OwnedSlices, Parameters, Shape, overlap
+from kos.train.ops.parameters import FlatTensors, Parameters, Shape, overlap
 from kos.train.parallel.data import DataParallel, make_buckets
+from kos.train.parallel.failures import on_every_rank
 from kos.train.parallel.mesh import Layout, Mesh
+
+if TYPE_CHECKING:
+    from kos.comm.communicator import Communicator
 
 State = Mapping[str, Container[str]]
 """The names of an optimizer's arrays of state, each with the names of the tensors that it covers."""
@@ -138,8 +147,37 @@ class Tensors(Protocol):
         """A tensor, or a slice of it."""
 
 
+Holds = Mapping[str, Sequence[tuple[int, int]]]
+"""Of each array, the parts (start, stop) of its layout that a rank has."""
+
+
+class HostState(NamedTuple):
+    """The weights and the optimizer's state of a rank in host memory, after ``step`` steps and ``updates``.
+
+    ``values``: of each array, where each of its parts begins in the layout, and the part.  A rank that has just joined
+    has none.
+    """
+
+    step: int
+    updates: int
+    values: Mapping[str, Sequence[tuple[int, np.ndarray]]]
+
+    @property
+    def holds(self) -> Holds:
+        return {
+            kept: [(start, start + len(part)) for start, part in parts] for kept, parts in self.values.items()
+        }
+
+    def find(self, kept: str, piece: slice) -> Any:
+        """The values of a slice of the layout; None if this rank has not all of them."""
+        for start, values in self.values.get(kept, ()):
+            if start <= piece.start and piece.stop <= start + len(values):
+                return values[piece.start - start : piece.stop - start]
+        return None
+
+
 class ShardedState:
-    """Gathers weights and optimizer state into whole tensors, and scatters whole tensors to them.
+    """What a rank holds of the weights and the optimizer's state, and its way to files and to other ranks.
 
     The state of ``optimizer`` has the layout of ``parallel.gradients``, which covers this rank's ``stages``.  ``ops``
     are the operations on its arrays. ``arena``, which is idle between steps, holds a bucket in fp32, or two with tensor
@@ -162,6 +200,11 @@ class ShardedState:
         kept, compress = optimizer.names_of_state, parallel.compress
         self.plan = WritePlan(model, mesh.layout, stages, kept, compress, self.names, self.frozen)
 
+    @property
+    def arrays(self) -> dict[str, FlatTensors]:
+        """The weights that are trained (``weights``), the others (``frozen``), and the optimizer's state by name."""
+        return {"weights": self.optimizer.weights, "frozen": self.frozen, **self.optimizer.state}
+
     # --- to files ------------------------------------------------------------------------------------
 
     def gather(self) -> Iterator[np.ndarray]:
@@ -170,48 +213,46 @@ class ShardedState:
         Their first dimension and the order of their elements are those of the tensor, not always their shape.
         """
         plan, residual = self.plan, self.parallel.residual
-        for held in (self.optimizer.weights, *([] if self.of_files else [self.frozen])):
-            yield from self._gather(held, self.placements, plan.writers)
-        for kept, held in self.optimizer.state.items():
-            yield from self._gather(held, plan.state[kept], plan.writers)
+        for kept, held in self.arrays.items():
+            if kept != "frozen" or not self.of_files:
+                yield from self._gather(held, plan.state.get(kept, self.placements), plan.writers)
         if residual is not None:
             yield from self._gather(residual, self.placements, plan.residuals[self.mesh.replicas.rank])
 
-    def _gather(
-        self, held: Parameters | OwnedSlices, names: Container[str], writers: Mapping[str, int]
-    ) -> Iterator[np.ndarray]:
+    def _gather(self, held: FlatTensors, names: Container[str], writers: Mapping[str, int]) -> Iterator[np.ndarray]:
         mesh, here = self.mesh, self.mesh.world.rank
         first = here - mesh.tp.rank
         near = {name for name, rank in writers.items() if first <= rank < first + mesh.tp.size and name in names}
         tensor = np.empty(0, FLOAT32)
         for bucket, values, buffer in self._buckets(held):
             for name, span in held.spans.items():
-                start, stop = max(span.start, bucket.start), min(span.stop, bucket.stop)
-                if name not in near or start >= stop:
+                if name not in near or (both := overlap(span, bucket)) is None:
                     continue
-                placement, mine = self.placements[name], writers[name] == here
-                if start == span.start and mine:
-                    tensor = np.empty((placement.shards, span.stop - span.start), FLOAT32)
-                each = len(buffer) // mesh.tp.size if placement.shards > 1 else stop - start
-                for at in range(start, stop, each):
-                    end = min(at + each, stop)
+                place, mine = self.placements[name], writers[name] == here
+                split = place.along("tp")
+                parts = 1 if split is None else split.parts
+                if both.start == span.start and mine:
+                    tensor = np.empty((parts, span.stop - span.start), FLOAT32)
+                each = len(buffer) // mesh.tp.size if parts > 1 else both.stop - both.start
+                for at in range(both.start, both.stop, each):
+                    end = min(at + each, both.stop)
                     piece = values[at - bucket.start : end - bucket.start]
-                    of_all = self._of_all(piece, placement, buffer)
-                    for shard in range(placement.shards if mine else 0):
-                        self.ops.copy(of_all[shard], tensor[shard, at - span.start : end - span.start])
-                if stop == span.stop and mine:
-                    yield _joined(tensor, placement.shape, placement.dim)
+                    of_all = [piece] if parts == 1 else self._of_all(piece, split, buffer)
+                    for part in range(parts if mine else 0):
+                        self.ops.copy(of_all[part], tensor[part, at - span.start : end - span.start])
+                if both.stop == span.stop and mine:
+                    dim = 0 if split is None else split.dim
+                    whole = np.moveaxis(tensor.reshape(parts, *place.local), 0, dim)
+                    yield whole.reshape(place.shape) if dim == 0 or parts == 1 else whole
 
-    def _of_all(self, piece: Array, placement: Placement, buffer: Array) -> Sequence[Array]:
+    def _of_all(self, piece: Array, split: Split | None, buffer: Array) -> Sequence[Array]:
         """The same piece of each tensor-parallel part."""
-        if placement.shards == 1:
-            return [piece]
-        size, tp = len(piece), self.mesh.tp
+        size, tp, copies = len(piece), self.mesh.tp, 1 if split is None else split.copies
         tp.comm.all_gather(piece, buffer[: tp.size * size])
         tp.comm.synchronize()
-        return [buffer[rank * size : (rank + 1) * size] for rank in range(0, tp.size, placement.copies)]
+        return [buffer[rank * size : (rank + 1) * size] for rank in range(0, tp.size, copies)]
 
-    def _buckets(self, held: Parameters | OwnedSlices) -> Iterator[tuple[slice, Array, Array]]:
+    def _buckets(self, held: FlatTensors) -> Iterator[tuple[slice, Array, Array]]:
         """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""
         parallel, ops, tp, buckets = self.parallel, self.ops, self.mesh.tp.size, self.parallel.buckets
         largest = max(bucket.stop - bucket.start for bucket in buckets)
@@ -224,7 +265,7 @@ class ShardedState:
                 values = whole[: bucket.stop - bucket.start]
                 if held is parallel.residual:  # of what other ranks keep, zeros
                     ops.zero(values)
-                for start, stop, at in self.held(held, bucket):
+                for start, stop, at in held.held(bucket):
                     ops.copy(held.flat[at : at + stop - start], values[start - bucket.start : stop - bucket.start])
                 if parallel.sharded and held is not parallel.residual and held is not self.frozen:
                     parallel.all_gather(bucket, values)
@@ -241,15 +282,17 @@ class ShardedState:
 
         Calls ``show`` before each tensor, with the share that is done.
         """
-        sources = [(self.optimizer.weights, weights, ""), (self.frozen, weights, "")]
-        if state is not None:
-            sources += [(held, state, f"{kept}.") for kept, held in self.optimizer.state.items()]
-        if residual is not None and self.parallel.residual is not None:
-            sources.append((self.parallel.residual, residual, ""))
-        parts = [
-            partial(self._read, *source, name) for source in sources for name in source[0].spans
-            if not source[2] or name in self.plan.state[source[2][:-1]]
-        ]  # fmt: skip
+        parts = list[Callable[[], None]]()
+        for kept, held in self.arrays.items():
+            names, source, prefix = self.plan.state.get(kept), weights, ""
+            if names is not None:
+                if state is None:
+                    continue
+                source, prefix = state, f"{kept}."
+            parts += [partial(self._read, held, source, prefix, each) for each in held.spans
+                      if names is None or each in names]  # fmt: skip
+        if residual is not None and (ours := self.parallel.residual) is not None:
+            parts += [partial(self._read, ours, residual, "", name) for name in ours.spans]
         parts += [partial(self._quantize, weights, each) for each in self.quantized]
         for index, part in enumerate(parts):
             show(index / len(parts))
@@ -275,26 +318,98 @@ class ShardedState:
                 self._read(whole, weights, "", name)
             self.ops.quantize(whole[made.name], made.rows, made.columns, self.arena)
 
-    def _read(self, held: Parameters | OwnedSlices, tensors: Tensors, prefix: str, name: str) -> None:
-        placement, dtype = self.placements[name], as_dtype(held.flat.dtype).numpy
-        first, row = held.spans[name].start, max(1, int(np.prod(placement.local[1:])))
-        for start, stop, at in self.held(held, held.spans[name]):
+    def _read(self, held: FlatTensors, tensors: Tensors, prefix: str, name: str) -> None:
+        """Read what is held of a tensor: the rows that have some of it."""
+        place, first = self.placements[name], held.spans[name].start
+        row = max(1, math.prod(place.local[1:]))
+        for start, stop, _ in held.held(held.spans[name]):
             rows = range((start - first) // row, -(-(stop - first) // row))
-            values = tensors.read(prefix + name, placement.rows(rows.start, rows.stop))
-            flat = np.ascontiguousarray(values, dtype).reshape(-1)
+            values = tensors.read(prefix + name, place.rows(rows.start, rows.stop))
+            flat = np.ascontiguousarray(values, as_dtype(held.flat.dtype).numpy).reshape(-1)
             skipped = start - first - rows.start * row
-            self.ops.copy(flat[skipped : skipped + stop - start], held.flat[at : at + stop - start])
+            self._fill(held, slice(start, stop), flat[skipped : skipped + stop - start])
 
-    @staticmethod
-    def held(held: Parameters | OwnedSlices, span: slice) -> Iterator[tuple[int, int, int]]:
-        """What is held of a span of the layout: from where to where, and its place in ``held.flat``."""
-        for part, local in held.parts():
-            if both := overlap(span, part):
-                yield both.start, both.stop, local.start + both.start - part.start
+    def _fill(self, held: FlatTensors, span: slice, values: Any) -> None:
+        """Copy ``values`` of a span of the layout to what is held of it."""
+        if isinstance(values, np.ndarray):
+            values = values.astype(as_dtype(held.flat.dtype).numpy, copy=False)
+        for start, stop, at in held.held(span):
+            self.ops.copy(values[start - span.start : stop - span.start], held.flat[at : at + stop - start])
 
+    # --- to host memory, and from that of all ranks ----------------------------------------------------
 
-def _joined(parts: np.ndarray, shape: tuple[int, ...], dim: int | None) -> np.ndarray:
-    """The whole tensor of its parts (shards, size). Column parts give a view (rows, shards, columns of a part)."""
-    if dim != 1 or len(parts) == 1:
-        return parts.reshape(shape)
-    return parts.reshape(len(parts), shape[0], -1).swapaxes(0, 1)
+    @property
+    def holds(self) -> Holds:
+        """The parts of each array that this rank has after a step, of those that ranks receive from each other."""
+        found = dict[str, list[tuple[int, int]]]()
+        for kept, held in self.arrays.items():
+            mine = self.parallel.parts() if kept == "weights" else [part for part, _ in held.parts()]
+            cut = (overlap(part, span) for span in self._moved(kept) for part in mine)
+            found[kept] = [(each.start, each.stop) for each in cut if each]
+        return found
+
+    def _moved(self, kept: str) -> list[slice]:
+        """The slices of an array's layout that ranks receive from each other.
+
+        Of frozen weights beside adapters, these are only adapters, because each rank reads the base from its files.
+        """
+        of_files, found = kept == "frozen" and self.model.lora is not None, list[slice]()
+        for name, span in self.arrays[kept].spans.items():
+            if name in self.plan.state.get(kept, self.placements) and (is_adapter(name) or not of_files):
+                start = found.pop().start if found and found[-1].stop == span.start else span.start
+                found.append(slice(start, span.stop))
+        return found
+
+    def to_host(self, step: int) -> HostState:
+        """A copy of what this rank holds after ``step`` steps."""
+        values = {
+            kept: [
+                (first, self.ops.to_host(held.flat[at : at + last - first]).astype(np.float32, copy=False))
+                for part in self.holds[kept] for first, last, at in held.held(slice(*part))
+            ]
+            for kept, held in self.arrays.items()
+        }  # fmt: skip
+        return HostState(step, self.optimizer.updates, values)
+
+    def load(self, mine: HostState, comm: Communicator, holds: Sequence[Holds]) -> None:
+        """Fill the weights and the state from the copies of all ranks of ``comm``.  Collective.
+
+        ``holds``: of each rank.  Raises CheckpointError, on all ranks, if no rank has some part of the state.
+        """
+        largest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
+        with self.ops.step(self.arena):
+            staging = self.arena.take((largest,), FLOAT32)
+            for kept, held in self.arrays.items():
+                for piece, ranks in self._pieces(kept, [theirs.get(kept, ()) for theirs in holds], largest):
+                    values = mine.find(kept, piece)
+                    if len(ranks) < comm.size:
+                        part = staging[: piece.stop - piece.start]
+                        if comm.rank == ranks[0]:
+                            self.ops.copy(values, part)
+                        comm.broadcast(part, ranks[0])
+                        comm.synchronize()
+                        values = part
+                    self._fill(held, piece, values)
+        self.optimizer.continue_after(mine.step, mine.updates)
+
+    def _pieces(
+        self, kept: str, holds: Sequence[Sequence[tuple[int, int]]], largest: int
+    ) -> Iterator[tuple[slice, list[int]]]:
+        """Slices of at most ``largest`` elements that make up what is moved of an array, each with the ranks that have
+        it."""
+        for whole in self._moved(kept):
+            ends = {whole.start, whole.stop, *chain(*chain(*holds))}
+            cuts = sorted(end for end in ends if whole.start <= end <= whole.stop)
+            place, ranks = {cut: index for index, cut in enumerate(cuts)}, [list[int]() for _ in cuts]
+            for rank, theirs in enumerate(holds):
+                for part in theirs:
+                    if both := overlap(slice(*part), whole):
+                        for index in range(place[both.start], place[both.stop]):
+                            ranks[index].append(rank)
+            for (start, stop), of_piece in zip(pairwise(cuts), ranks, strict=False):
+                if not of_piece:
+                    got = f"elements {start:,} to {stop:,} of {kept}; the ranks that held them are lost"
+                    text = f"expected each part of the state on a rank, got none with {got}"
+                    raise on_every_rank(CheckpointError(text))
+                for at in range(start, stop, largest):
+                    yield slice(at, min(at + largest, stop)), of_piece

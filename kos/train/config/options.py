@@ -31,7 +31,7 @@ from kos.train.model import one_line
 from kos.train.model.shape import ModelShape
 
 if TYPE_CHECKING:
-    from kos.train.layers import Placement
+    from kos.memory.sharded import Sharded
     from kos.train.model.llama import LlamaConfig, Local
     from kos.train.ops.numpy_optimizer import LearningRate
     from kos.train.optim import Group, UpdateRule
@@ -201,7 +201,7 @@ class TrainConfig(Fields):
 
         return (self.lora is not None and not is_adapter(name)) or any(matching([name], x) for x in self.freeze)
 
-    def trained(self, model: LlamaConfig, parts: Sequence[Local]) -> dict[str, Placement]:
+    def trained(self, model: LlamaConfig, parts: Sequence[Local]) -> dict[str, Sharded]:
         """The tensors that are trained, and where a rank's parts of them lie."""
         return {name: at for name, at in model.placements(*parts).items() if not self.is_frozen(name)}
 
@@ -256,7 +256,8 @@ class TrainConfig(Fields):
             raise SettingError(where, expected, self.model.vocab_size).about("vocab_size", "tokenizer")
         model = resolve(self.model, vocab_size, self.seq_len)
         if self.lora is not None:
-            model = model.adapted(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_targets)
+            alpha = self.lora_alpha or 2.0 * self.lora
+            model = model.adapted(self.lora, alpha, self.lora_targets, self.rslora, self.lora_layers)
         names = model.parameter_shapes()
         for where, patterns in ("--freeze", self.freeze), ("groups", [each.pattern for each in self.groups]):
             if unknown := [pattern for pattern in patterns if not matching(names, pattern)]:

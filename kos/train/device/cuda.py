@@ -32,12 +32,12 @@ from kos.cuda.streams import Event, create_stream
 from kos.errors import CollectiveError, SettingError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
+from kos.memory.sharded import Sharded
 from kos.train.checkpoint.state import WritePlan
 from kos.train.data.batches import Batches
 from kos.train.device import Device, Piece
 from kos.train.device.dry_run import plan_memory, slow_attention
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
-from kos.train.layers import Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
@@ -297,11 +297,11 @@ class CudaDevice(Device):
         self.step.optimizer.resume()
         super().apply()
 
-    def start_step(self, step: int, wish: int) -> None:
+    def start_step(self, step: int, stop_request: int) -> None:
         stream, result, program = self.ops.stream, self._pending[step % len(self._pending)], self.step
         driver.set_device(self.ops.device)
         result.begin(stream, self._newest)
-        result.asked[:] = wish, self.epoch, step + 1, self.newcomers
+        result.inputs[:] = stop_request, self.epoch, step + 1, self.newcomers
         first, feed = self.feed is None, self.feed or self._make_feed(step)
         feed.take(step)
         result.count = feed.count_of(step)
@@ -309,7 +309,7 @@ class CudaDevice(Device):
             self._graph = self._graph or self._capture()
         elif first and self.mesh.pp.size > 1:
             self._load_kernels()
-        program.report[:REPORT].copy_from(result.asked, stream)
+        program.report[:REPORT].copy_from(result.inputs, stream)
         if self._graph is not None:
             self._graph.replay(stream)
         else:
@@ -409,9 +409,9 @@ def _reaches(axis: Axis) -> bool:
 
 
 def _draw_quickly(
-    weights: Parameters, random: np.random.Generator, ops: CudaOps, placements: Mapping[str, Placement]
+    weights: Parameters, random: np.random.Generator, ops: CudaOps, placements: Mapping[str, Sharded]
 ) -> None:
-    """Vectors at ``Placement.initial``, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
+    """Vectors at ``Sharded.initial``, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
     flat, there = weights.flat, min(DRAWN, weights.flat.size)
     drawn = 0.02 * random.standard_normal(there, np.float32)
     flat[:there].copy_from(drawn.astype(flat.dtype.numpy), ops.stream)
@@ -430,7 +430,7 @@ class _PendingResult:
 
     def __init__(self, answers: Array, scalars: Array) -> None:
         device = answers.device
-        self.asked, self.answers, self.scalars = (
+        self.inputs, self.answers, self.scalars = (
             pinned_empty(shape, np.float64, device) for shape in (REPORT, answers.shape, scalars.shape)
         )
         self.there, self._began = Event(device, timed=True), Event(device, timed=True)

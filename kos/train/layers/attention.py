@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.layers import PassContext, Placement
+from kos.memory.sharded import Sharded
+from kos.train.layers import PassContext
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.norm import Norm
 from kos.train.layers.sublayer import Saved, Sublayer
@@ -85,7 +86,7 @@ class Attention(Sublayer):
     def _heads(self, ctx: PassContext) -> tuple[int, int]:
         return self.heads_of(ctx.tp.size)
 
-    def core_placements(self) -> dict[str, Placement]:
+    def core_placements(self) -> dict[str, Sharded]:
         return {name: placement for norm in self.norms for name, placement in norm.placements().items()}
 
     def save_core(self, ctx: PassContext, tokens: int, seq_len: int, dtype: Any, arena: Arena) -> OfCore:

@@ -11,7 +11,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from kos.train.layers import PassContext, Placement
+from kos.memory.sharded import Sharded
+from kos.train.layers import PassContext
 from kos.train.layers.lora import Adapters, Lora
 from kos.train.ops import Array
 from kos.train.ops.linear import bias_of
@@ -49,15 +50,15 @@ class Linear:
         """What a rank of ``shards`` has along ``dim``: the slice of each member."""
         return [slice(0, self.columns // shards)]
 
-    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
+    def placements(self, shard: int, shards: int) -> dict[str, Sharded]:
         """Of each tensor, in the order in which the backward finishes their gradients."""
         found = {
-            name: Placement.split((rows, self.columns), self.dim, shard, shards, self.most.get(name))
+            name: Sharded((rows, self.columns)).split("tp", self.dim, shard, shards, self.most.get(name))
             for name, rows in self.members.items()
         }
         for name, rows in self.members.items() if self.bias else ():
-            whole, split = Placement((rows,)), Placement.split((rows,), 0, shard, shards, self.most.get(name))
-            found[bias_of(name)] = (whole if self.dim else split)._replace(initial=0.0)
+            bias = Sharded((rows,), initial=0.0)
+            found[bias_of(name)] = bias if self.dim else bias.split("tp", 0, shard, shards, self.most.get(name))
         return (self.adapters.placements(shard, shards) if self.adapters else {}) | found
 
     def groups(self) -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kos.memory.arena import Arena
-from kos.train.layers import PassContext, Placement
+from kos.memory.sharded import Sharded
+from kos.train.layers import PassContext
 from kos.train.ops import Array, Normalize
 from kos.train.ops.linear import bias_of
 
@@ -21,8 +22,8 @@ class Norm:
         self.written = False
         """Whether something besides the next product reads the normed rows."""
 
-    def placements(self) -> dict[str, Placement]:
-        return {self.name: Placement((self.size,), initial=1.0)}
+    def placements(self) -> dict[str, Sharded]:
+        return {self.name: Sharded((self.size,), initial=1.0)}
 
     def asks(self, ctx: PassContext) -> Normalize:
         """What this norm asks of the operations."""
@@ -76,8 +77,8 @@ class LayerNorm(Norm):
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> None:
         """None."""
 
-    def placements(self) -> dict[str, Placement]:
-        return super().placements() | {bias_of(self.name): Placement((self.size,), initial=0.0)}
+    def placements(self) -> dict[str, Sharded]:
+        return super().placements() | {bias_of(self.name): Sharded((self.size,), initial=0.0)}
 
     def asks(self, ctx: PassContext) -> Normalize:
         return super().asks(ctx)._replace(bias=ctx.weights[bias_of(self.name)])
@@ -95,7 +96,7 @@ class NoNorm(Norm):
     def __init__(self) -> None:
         super().__init__("", 0)
 
-    def placements(self) -> dict[str, Placement]:
+    def placements(self) -> dict[str, Sharded]:
         return {}
 
     def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> None:

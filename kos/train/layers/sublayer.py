@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.layers import PassContext, Placement
+from kos.memory.sharded import Sharded
+from kos.train.layers import PassContext
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.lora import Lora
 from kos.train.layers.norm import Norm
@@ -69,7 +70,12 @@ class Sublayer:
             linear.adapt(lora)
         self.norm.written = self.column.adapters is not None
 
-    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
+    @property
+    def adapted(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the matrices in both products that have adapters."""
+        return tuple(tuple(each.adapters.members if each.adapters else ()) for each in (self.column, self.row))
+
+    def placements(self, shard: int, shards: int) -> dict[str, Sharded]:
         """Of each tensor, in the order in which the backward finishes their gradients."""
         found = (self.after.placements() if self.after else {}) | self.core_placements()
         for linear in (self.row, self.column):
@@ -78,7 +84,7 @@ class Sublayer:
 
     # --- the core ------------------------------------------------------------------------------------------
 
-    def core_placements(self) -> dict[str, Placement]:
+    def core_placements(self) -> dict[str, Sharded]:
         """Of the core's own tensors, as in ``placements``."""
         return {}
 

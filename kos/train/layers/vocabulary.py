@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 from kos.memory.arena import Arena
-from kos.train.layers import PassContext, Placement
+from kos.memory.sharded import Sharded
+from kos.train.layers import PassContext
 from kos.train.layers.norm import Norm
 from kos.train.ops import Array, Loss
 from kos.train.parallel.gradients import LOOKUPS
@@ -24,8 +25,8 @@ class Embedding:
     def __init__(self, name: str, vocabulary: int, size: int, tied: bool, padding: int | None = None) -> None:
         self.name, self.shape, self.tied, self.padding = name, (vocabulary, size), tied, padding
 
-    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
-        return {self.name: Placement.split(self.shape, 0, shard, shards)}
+    def placements(self, shard: int, shards: int) -> dict[str, Sharded]:
+        return {self.name: Sharded(self.shape).split("tp", 0, shard, shards)}
 
     def forward(self, ctx: PassContext, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
         """This rank's rows of the embeddings of all tokens, in ``keep``."""
@@ -59,8 +60,8 @@ class PositionEmbedding(Embedding):
         super().__init__(name, vocabulary, size, tied)
         self.positions, self.length = positions, length
 
-    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
-        return {self.positions: Placement((self.length, self.shape[1])), **super().placements(shard, shards)}
+    def placements(self, shard: int, shards: int) -> dict[str, Sharded]:
+        return {self.positions: Sharded((self.length, self.shape[1])), **super().placements(shard, shards)}
 
     def forward(self, ctx: PassContext, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
         x_ND, table = super().forward(ctx, tokens_N, seq_len, keep), ctx.weights[self.positions]
@@ -97,8 +98,8 @@ class Head:
         self.rows = HEAD_ROWS
         self.custom_loss: Loss | None = None  # instead of the cross-entropy
 
-    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
-        table = Placement.split((self.vocabulary, self.norm.size), 0, shard, shards)
+    def placements(self, shard: int, shards: int) -> dict[str, Sharded]:
+        table = Sharded((self.vocabulary, self.norm.size)).split("tp", 0, shard, shards)
         return ({} if self.tied else {self.name: table}) | self.norm.placements()
 
     def normed(self, ctx: PassContext, x_nD: Array, statistics: Array | None = None) -> Array:

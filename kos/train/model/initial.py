@@ -1,4 +1,4 @@
-"""Initial weights: ``Placement.initial``, or else normal(0, initializer_range), as GPT-2; those of adapters as peft's.
+"""Initial weights: ``Sharded.initial``, or else normal(0, initializer_range), as GPT-2; those of adapters as peft's.
 
 The row of padding in the embedding is 0, as in transformers (``pad_token_id``).
 

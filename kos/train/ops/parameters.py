@@ -17,7 +17,31 @@ import numpy as np
 Shape = tuple[int, ...]
 
 
-class Parameters(Mapping[str, np.ndarray]):
+class FlatTensors:
+    """Named tensors in one flat array, or the parts of them that a rank holds."""
+
+    shapes: dict[str, Shape]
+    spans: dict[str, slice]
+    """Where each tensor lies in the layout."""
+    flat: Any
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """The parts of the layout that are held here, and their places in ``flat``: all of it."""
+        return [(slice(0, self.flat.size), slice(0, self.flat.size))]
+
+    @property
+    def end(self) -> int:
+        """Where the last tensor ends. What is beyond depends on the number of ranks."""
+        return max((span.stop for span in self.spans.values()), default=0)
+
+    def held(self, span: slice) -> Iterator[tuple[int, int, int]]:
+        """What is held of a span of the layout: from where to where, and its place in ``flat``."""
+        for part, local in self.parts():
+            if both := overlap(span, part):
+                yield both.start, both.stop, local.start + both.start - part.start
+
+
+class Parameters(FlatTensors, Mapping[str, np.ndarray]):
     """Views by name of one contiguous array ``flat``, laid out in the order of ``shapes``.
 
     ``groups`` names runs of neighbouring tensors that agree in all but their first dimension; a group's
@@ -65,10 +89,6 @@ class Parameters(Mapping[str, np.ndarray]):
         dtype = self.flat.dtype if dtype is None else dtype
         return Parameters(self.shapes, dtype, self.groups, self.zeros, self.multiple, self.counts)
 
-    def parts(self) -> list[tuple[slice, slice]]:
-        """The parts of the layout that are held here, and their places in ``flat``: all of it."""
-        return [(slice(0, self.flat.size), slice(0, self.flat.size))]
-
     def __getitem__(self, name: str) -> np.ndarray:
         return self._views[name]
 
@@ -82,7 +102,7 @@ class Parameters(Mapping[str, np.ndarray]):
         return len(self.shapes)
 
 
-class OwnedSlices:
+class OwnedSlices(FlatTensors):
     """Parts of a layout that one rank holds, one after another in ``flat``."""
 
     def __init__(self, layout: Parameters, slices: Sequence[slice], dtype: Any = np.float32) -> None:

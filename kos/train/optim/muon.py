@@ -22,8 +22,8 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import ALIGNMENT
-from kos.train.layers import Placement
-from kos.train.ops.parameters import OwnedSlices, Parameters
+from kos.memory.sharded import Sharded
+from kos.train.ops.parameters import FlatTensors, OwnedSlices, Parameters
 from kos.train.optim import MatrixRule, Optimizer
 
 PARTIAL = 256  # bytes: of the sums of a norm
@@ -68,7 +68,7 @@ class Muon(MatrixRule):
     Names that end with ``stacked`` are of three matrices, one below another.
     """
 
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, Sharded]
     stacked: tuple[str, ...] = ()
     momentum: float = 0.95
 
@@ -77,19 +77,17 @@ class Muon(MatrixRule):
     about: ClassVar[str] = "Muon's momentum"
     state: ClassVar[Mapping[str, str]] = MappingProxyType({"momentum": "float32"})
 
-    def matrices(self, momentum: Parameters | OwnedSlices) -> Iterator[Matrix]:
+    def matrices(self, momentum: FlatTensors) -> Iterator[Matrix]:
         """Those that this rank updates: it holds their ``momentum``."""
         for name, placement in self.placements.items():
             count = STACKED if name.endswith(self.stacked) else 1
-            rows, columns = placement.shape[0] // count, placement.shape[1]
-            own = [slice(0, rows), slice(0, columns)]
-            if placement.dim is not None:
-                own[placement.dim] = slice(placement.start, placement.start + placement.local[placement.dim] // count)
-            size = math.prod(placement.local) // count
+            (rows, columns), split, size = placement.box, placement.along("tp"), placement.size // count
+            own = slice(rows.start, rows.start + (rows.stop - rows.start) // count), columns
+            shape, copies = (placement.shape[0] // count, placement.shape[1]), 1 if split is None else split.copies
             for offset in range(0, count * size, size):
                 start = momentum.spans[name].start + offset
                 if place(momentum, span := slice(start, start + size)) is not None:
-                    yield Matrix(name, (rows, columns), (own[0], own[1]), span, offset, placement.copies)
+                    yield Matrix(name, shape, own, span, offset, copies)
 
     def batches(self, momentum: OwnedSlices, most: int) -> Iterator[list[Matrix]]:
         found = defaultdict[Any, list[Matrix]](list)
@@ -146,12 +144,10 @@ class Muon(MatrixRule):
         return max(sizes)
 
 
-def place(held: Parameters | OwnedSlices, span: slice) -> slice | None:
+def place(held: FlatTensors, span: slice) -> slice | None:
     """Where a span of the layout lies in ``held.flat``; None: elsewhere. InvalidArgument if only a part of it does."""
-    for part, local in held.parts():
-        if part.start < span.stop and span.start < part.stop:
-            if span.start < part.start or part.stop < span.stop:
-                raise InvalidArgument(f"Muon: expected whole matrices, got {part} of {span}")
-            start = local.start + span.start - part.start
-            return slice(start, start + span.stop - span.start)
+    for start, stop, at in held.held(span):
+        if (start, stop) != (span.start, span.stop):
+            raise InvalidArgument(f"Muon: expected whole matrices, got {slice(start, stop)} of {span}")
+        return slice(at, at + stop - start)
     return None

@@ -119,6 +119,8 @@ class SharedMemoryTransport:
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
+        if o.message.recv_tag == ANY:
+            return
         if o.name == "recv_bytes" or o.message.src == ANY:
             self._bind_receive(prepared)
         if o.name not in _OPERATIONS or o.message.src == ANY:
@@ -183,7 +185,7 @@ class SharedMemoryTransport:
 
     def _waits(self, message: Message) -> bool:
         """Whether a message has a receive, which comes after those that wait with its tag."""
-        return message.src is not None and message.recv_tag in self.waiting
+        return message.src is not None and (message.recv_tag in self.waiting or ANY in self.waiting)
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
@@ -255,7 +257,7 @@ class SharedMemoryTransport:
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         for rank in ranks:
-            if (found := self._core.arrived(self._local[rank], tag)) is not None:
+            if (found := self._core.arrived(self._local[rank], tag % (1 << 64))) is not None:
                 return envelope(rank, *found)
         return None
 
