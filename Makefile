@@ -5,6 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
+STAGE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,11 +54,11 @@ train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; set
 	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & \
 	while kill -0 $$! 2>/dev/null; do wait $$!; done; wait $$!; code=$$?; exit $$((code == 138 ? 130 : code))
 
-test: $(VENV)/.kos-test-$(MPI)  ## run the tests, in one process and under mpirun; pytest's arguments go in ARGS
-	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(ARGS)
+test: $(VENV)/.kos-test-$(MPI)  ## run the tests, in one process and under mpirun; pytest's arguments go in ARGS, stages in STAGE
+	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(addprefix --stage ,$(STAGE)) $(ARGS)
 
 test-all: $(VENV)/.kos-$(or $(EXTRAS),all)-$(MPI)  ## as test, with those that are exhaustive and take long
-	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py --all $(ARGS)
+	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py --all $(addprefix --stage ,$(STAGE)) $(ARGS)
 
 sanitize: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core under ASan, UBSan and TSan
 	@$(BIN)/python -m pytest -q tests/core/test_core_sanitized.py $(ARGS)

@@ -153,7 +153,7 @@ class Curve:
     def measure(self, result: StepResult) -> Row:
         config = self.device.config
         self.speeds.append(config.batch_size * config.seq_len / result.seconds)
-        self.stop.asked = self.stop.asked or not math.isfinite(result.loss + result.norm)
+        self.stop.requested = self.stop.requested or not math.isfinite(result.loss + result.norm)
         return {}
 
     def validate(self) -> dict[str, float]:

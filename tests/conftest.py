@@ -47,7 +47,7 @@ def mark_costly(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = {ROOT / file for file in WITH_MPI + WITH_GPUS}
     elsewhere = {i.path for i in items if i.get_closest_marker("mpi")} - known
     if elsewhere:
@@ -58,10 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_costly(items)
     on_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpus and (reason := cuda.unavailable()):
-        for item in on_gpus:
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+        if len(on_gpus) < len(items):
+            config.hook.pytest_deselected(items=on_gpus)
+            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        else:  # of tests that were named: say why they do not run
+            for item in on_gpus:
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
     # First: one worker takes them all, and imports it.
     items.sort(key=lambda item: not mentions_torch(item.function, item.module))
+
+
+def pytest_report_header() -> str:
+    return f"without a GPU ({reason}): tests that need one are deselected" if (reason := cuda.unavailable()) else ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,7 +23,7 @@ FOLDERS = (
 LANGUAGES = {".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"}
 LIBRARY = ("comm", "cuda", "memory", "doctor", "testing")
 MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
-TESTS, KOS = 42_900, 42_561
+TESTS, KOS = 42_000, 42_561
 """Lines of Python that the tests were given when kos had ``KOS`` lines of code, in all languages (1d323cb8)."""
 
 _C = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -132,13 +132,13 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("C in _core", 4_116, lines("C", "_core")),
         Bound("Python in interop", 1_406, lines("Python", "interop")),
         Bound("Python in transfer", 1_988, lines("Python", "transfer")),
-        Bound("Python in train", 16_737, lines("Python", "train")),
+        Bound("Python in train", 16_862, lines("Python", "train")),
         Bound("Python in tests", for_tests, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_658, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
         Bound(f"files of over {MOST_IN_FILE} lines in the library and _core", 0, len(long), found=long),
-        Bound(f"files of over {MOST_IN_FILE} lines in train", 2, len(of_train), found=of_train),
+        Bound(f"files of over {MOST_IN_FILE} lines in train", 0, len(of_train), found=of_train),
     ]
 
 

@@ -1,16 +1,20 @@
 """Run the tests stage by stage and print totals (``make test``, ``make test-all``).
 
-usage: python tests/run.py [--all] [pytest arguments]
+usage: python tests/run.py [--all] [--stage NAME]... [pytest arguments]
 
 First the tests of one process and then the emulated kernels, each spread over the cores by pytest-xdist.  Then those
 marked `mpi`, under mpirun on several numbers of ranks.  Tests marked `slow`, and 3 ranks, run with --all only.
 
 With --all, a last stage runs those marked `mpi` without the compiled core.
 
+--stage runs one stage alone: serial, or a part of it (comm, train, libraries, pages), kernels, mpi-2, mpi-3, mpi-4, or
+no-core.  The stage libraries calls the libraries whose results are recorded (tests/goldens), and compares.
+
 Each stage has a deadline, so a hang fails instead of lasting.  Rank 0's output is shown; the other ranks'
 lies in build/test/ and its end is shown when they fail.
 """
 
+import argparse
 import functools
 import os
 import resource
@@ -95,6 +99,16 @@ EMULATED = (
     "tests/train/test_kernels_on_host.py",
     "tests/train/test_matmul_search_on_host.py",
 )
+PARTS = {
+    "comm": ("tests/comm", "tests/core", "tests/cuda", "tests/transfer"),
+    "train": ("tests/train",),
+    "libraries": (
+        "tests/interop",
+        *(f"tests/train/test_{path.stem}.py" for path in sorted((ROOT / "tests/goldens").glob("*.json"))),
+    ),
+    "pages": tuple(f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))),
+}  # fmt: skip
+"""Parts of the stage `serial`, which can be run alone."""
 HALVES = (["tests/comm"], ["--ignore=tests/comm"])  # of the tests: each takes about as long to compile
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 COUNTS = ("tests", "failures", "errors", "skipped")
@@ -234,47 +248,66 @@ def read_counts(path: Path) -> dict[str, int] | None:
         return None
 
 
-def main(everything: bool, arguments: list[str]) -> int:
+def compile_tests() -> None:
+    """Have Python compile the tests here once, and not in each worker of a stage: a fresh clone has none compiled."""
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
+    files, compiled = (len(list((ROOT / "tests").rglob(name))) for name in ("test_*.py", "test_*-pytest-*.pyc"))
+    parts = HALVES if compiled < 0.9 * files else ()
+    for half in [subprocess.Popen([*collect, *half], cwd=ROOT, stdout=subprocess.DEVNULL) for half in parts]:
+        half.wait(SERIAL_LIMIT)
+
+
+def of_one_process(with_gpu: bool) -> dict[str, tuple[int, list[str]]]:
+    """The stages without mpirun: how many workers each has, and its files."""
+    cores = len(os.sched_getaffinity(0))
+    most = min(cores + WAITING, MOST_WITH_A_GPU) if with_gpu else cores + WAITING
+    others = [f"--ignore={file}" for file in EMULATED + WITH_GPUS]
+    stages = {"serial": (most, others), "kernels": (cores + 1, list(EMULATED))}
+    return stages | {name: (most, [*folders, *others]) for name, folders in PARTS.items()}
+
+
+def main(everything: bool, asked: list[str], arguments: list[str]) -> int:
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir(parents=True)
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # with more threads than cores every rank crawls
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import kos: it compiles once, not each time
-    named = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
-    mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(named) or named)  # tests start it elsewhere
+    mpirun = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+    mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(mpirun) or mpirun)  # tests start it elsewhere
     quick, times = ("", 2) if everything else (" and not slow", 1)
-    cores, without = len(os.sched_getaffinity(0)), cuda.unavailable()
-    most = cores + WAITING if without else min(cores + WAITING, MOST_WITH_A_GPU)
-    parts = {"serial": (most, arguments)}
-    if not arguments:
-        parts = {
-            "serial": (most, [f"--ignore={file}" for file in EMULATED + WITH_GPUS]),
-            "kernels": (cores + 1, list(EMULATED)),
-        }
-        # Python compiles the tests here once, and not in each worker of the stage: a fresh clone has none compiled.
-        collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
-        files, compiled = (len(list((ROOT / "tests").rglob(name))) for name in ("test_*.py", "test_*-pytest-*.pyc"))
-        parts_to_compile = HALVES if compiled < 0.9 * files else ()
-        halves = [subprocess.Popen([*collect, *half], cwd=ROOT, stdout=subprocess.DEVNULL) for half in parts_to_compile]
-        for half in halves:
-            half.wait(SERIAL_LIMIT)
-    with_mpi = WITH_MPI if without else WITH_MPI + WITH_GPUS
+    without = cuda.unavailable()
+    one, files = of_one_process(not without), WITH_MPI if without else WITH_MPI + WITH_GPUS
+    sizes = {f"mpi-{size}": size for size in MORE_MPI_SIZES} | {"no-core": 2}
+    named = bool(asked)
+    if not named and everything:
+        asked = [stage for stage in (*one, *sizes) if stage not in PARTS]
+    elif not named:
+        asked = ["serial", "kernels", *(f"mpi-{size}" for size in MPI_SIZES)]
+    if arguments and not named:  # they choose the files
+        asked = [stage for stage in asked if stage not in ("kernels", "no-core")]
+        one, files = {"serial": (one["serial"][0], [])}, ()
+    if unknown := sorted({*asked} - {*one, *sizes}):
+        sys.exit(f"tests/run.py: --stage: expected one of {', '.join((*one, *sizes))}, got {', '.join(unknown)}")
+    if not arguments and {*asked} & {*one}:
+        compile_tests()
     passed = []
-    for stage, (workers, chosen) in parts.items():
-        options = ["-n", str(workers), "--dist", "worksteal", "-m", f"not mpi{quick}", junit(report_name(stage, 0))]
-        command = [sys.executable, "-m", "pytest", *options, *chosen]
-        passed.append(run_stage(stage, 1, times * SERIAL_LIMIT, command, bool(arguments)))
-    jobs = [(f"mpi-{size}", size, list[str]()) for size in (MORE_MPI_SIZES if everything else MPI_SIZES)]
-    if everything and not arguments:
-        jobs.append(("no-core", 2, []))
-    for stage, size, more in jobs:
-        chosen = ["-m", f"mpi{quick}", *more, *(arguments or with_mpi)]
-        command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *chosen]
+    for stage in asked:
         with pytest.MonkeyPatch.context() as patch:
-            if stage == "no-core":
-                patch.setenv("KOS_CORE", "0")
-            passed.append(run_stage(stage, size, times * MPI_LIMIT, command, bool(arguments)))
-    if without and not arguments:
+            if stage in one:
+                workers, chosen = one[stage]
+                options = ["-n", str(workers), "--dist", "worksteal", "-m", f"not mpi{quick}"]
+                command = [sys.executable, "-m", "pytest", *options, junit(report_name(stage, 0)), *chosen, *arguments]
+                if stage == "libraries":
+                    patch.setenv("GOLDENS", "check")
+                passed.append(run_stage(stage, 1, times * SERIAL_LIMIT, command, bool(arguments)))
+            else:
+                chosen = ["-m", f"mpi{quick}", *files, *arguments]
+                ranks = [mpirun, "-n", str(sizes[stage])]
+                command = [*ranks, sys.executable, __file__, "--as-rank-of", stage, *chosen]
+                if stage == "no-core":
+                    patch.setenv("KOS_CORE", "0")
+                passed.append(run_stage(stage, sizes[stage], times * MPI_LIMIT, command, bool(arguments)))
+    if without and not arguments and {*asked} & {*sizes}:
         totals.append(f"without a GPU ({without}): no {', '.join(WITH_GPUS)} under mpirun")
     print("\n== totals", *totals, sep="\n", flush=True)
     if not any(each is not None for each in passed):
@@ -287,5 +320,8 @@ totals: list[str] = []
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-rank-of"]:
         sys.exit(run_rank(sys.argv[2], sys.argv[3:]))
-    everything = sys.argv[1:2] == ["--all"]
-    sys.exit(main(everything, sys.argv[1 + everything :]))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--stage", action="append", default=[])
+    own, others = parser.parse_known_args()
+    sys.exit(main(own.all, own.stage, others))

@@ -1,4 +1,4 @@
-"""The reference: each public name is on one page of docs/reference, and quoted messages are those of the code."""
+"""The reference: each public name is on one page of docs/reference.  Other pages and pictures are those of the code."""
 
 import importlib
 import pkgutil
@@ -11,6 +11,7 @@ import pytest
 
 import kos
 import kos.errors
+from docs.drawings import IMAGES, pictures
 from kos.dtypes import DTYPES
 from tests.literals import literals
 
@@ -58,6 +59,25 @@ def test_each_member_of_the_communicator_is_shown_once():
 
 def vars_of(kind: type) -> list[tuple[str, Any]]:
     return [(name, getattr(kind, name)) for name in dir(kind) if not name.startswith("_")]
+
+
+def test_the_pictures_are_those_drawn_today():
+    committed = {file.stem: file.read_text() for file in IMAGES.glob("*")}
+    stale = [name for name, svg in pictures().items() if committed.pop(name, None) != svg]
+    assert not stale and not committed, f"{[*stale, *committed]}: run python -m docs.drawings, and remove others"
+
+
+STEP = re.compile(r"((?:`\w+`(?:, )?)+) → `([\w/]+\.\w+)`")
+"""Functions or classes, and their file in kos: `` `make_key`, `cache_find` → `_core/module_cache.c` ``."""
+
+
+def test_the_functions_of_the_architecture_are_in_their_files():
+    steps = STEP.findall((ROOT / "docs" / "architecture.md").read_text())
+    found = [(name, file) for names, file in steps for name in re.findall(r"`(\w+)`", names)]
+    assert len(found) > 50
+    for name, file in found:
+        defined = rf"^ *(?:def|class) {name}\b" if file.endswith(".py") else rf"^\w.*\b{name}\("
+        assert re.search(defined, (ROOT / "kos" / file).read_text(), re.M), f"{name}: not defined in {file}"
 
 
 def test_each_class_of_errors_is_shown():

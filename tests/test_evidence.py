@@ -1,4 +1,4 @@
-"""The tests that pages name as evidence exist, and run: in ``.ci/run``, or on GPUs if they need one."""
+"""Every test runs in ``.ci/run``, or on GPUs if it needs one; and the tests that pages name as evidence exist."""
 
 import ast
 import re
@@ -10,6 +10,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.run import WITH_GPUS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED = re.compile(r"(?<![\w.])((?:tests/)?(?:\w+/)*)(test_\w+)(\.py)?\b(?![*…])")
@@ -18,9 +20,8 @@ OF_A_PAGE = re.compile(r"def (test_\w+)|(test_\w+)\.py -->|examples/(test_\w+)\.
 FILES = {path.stem: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
 SKIPPING = {"importorskip", "find_spec", "needs", "Package"}
 """Functions whose arguments are packages, without which tests are skipped."""
-BY_HAND = {"ray"}
-"""Packages whose tests run only by hand, as ``docs/testing.md`` says."""
-BROUGHT = {"griffe": "mkdocstrings", "PIL": "matplotlib", "accelerate": "accelerate"}
+BROUGHT = {"griffe": "mkdocstrings", "PIL": "matplotlib", "cuda": "torch"}
+"""Packages that another one brings."""
 
 
 def named() -> Iterator[tuple[str, str]]:
@@ -63,8 +64,8 @@ def installed() -> set[str]:
     wanted = [*project["dependencies"]]
     for extra in extras.split(","):
         wanted += project["optional-dependencies"][extra]
-    [line] = re.findall(r"pip install (.*?)\s*&?$", script.replace("\\\n", " "), re.M)
-    wanted += [word for word in line.split() if not word.startswith("-")]
+    for line in re.findall(r"pip install (.*?)\s*&?$", script.replace("\\\n", " "), re.M):
+        wanted += [word for word in line.split() if not word.startswith("-")]
     return {canonicalize_name(Requirement(each).name) for each in wanted}
 
 
@@ -74,18 +75,17 @@ def test_named_tests_exist():
     assert not missing, f"expected tests that exist, got {missing}"
 
 
-def test_named_tests_run():
-    """In an environment without their packages, they would be skipped, and say nothing."""
+def test_every_test_runs():
+    """Without the packages that a test needs, it would be skipped, and say nothing."""
     there, lacking = installed(), dict[str, set[str]]()
-    for page, name in named():
-        if name in FILES and not re.search(r"_(gpu|cuda)$", name):
-            needed = {BROUGHT.get(each, each) for each in packages(FILES[name])} - {"kos", "numpy", *BY_HAND}
+    for name, path in FILES.items():
+        if path.relative_to(ROOT).as_posix() not in WITH_GPUS:
+            needed = {BROUGHT.get(each, each) for each in packages(path)} - {"kos", "numpy"}
             if absent := {each for each in needed if canonicalize_name(each) not in there}:
-                lacking[f"{name}, which {page} names"] = absent
-    assert not [each for each in BY_HAND if f"without {each.title()}" not in (ROOT / "docs" / "testing.md").read_text()]
+                lacking[name] = absent
     assert not lacking, f"expected .ci/run to install what tests need, got none of {lacking}"
 
 
 def test_packages_are_found():
     assert packages(FILES["test_lora_peft"]) == {"peft"}
-    assert {"numpy", "tokenizers", "torch", "transformers"} <= installed() and len([*named()]) > 60
+    assert {"numpy", "tokenizers", "torch", "transformers", "ray"} <= installed() and len([*named()]) > 60

@@ -133,7 +133,7 @@ def test_a_selection_without_a_test_fails(passed, code, tmp_path, monkeypatch):
     left = iter(passed)
     monkeypatch.setattr(stages, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(stages, "run_stage", lambda *_: next(left))
-    assert stages.main(False, ["-k", "name"]) == code
+    assert stages.main(False, [], ["-k", "name"]) == code
     assert next(left, "all ran") == "all ran"
 
 

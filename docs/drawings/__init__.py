@@ -2,7 +2,7 @@
 
 Schedules come from their builders, the step on a GPU from the planner's dry step, attention's blocks from its masks,
 copies in 8 bits from a layer that runs, the house from the imports of kos.
-Protocols are listed message by message.  ``tests/test_drawings.py`` compares the files with what is drawn.
+Protocols are listed message by message.  ``tests/test_doc_reference.py`` compares the files with what is drawn.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ was interrupted counts:
    memory until all ranks have passed that exchange.
 3. The remaining ranks agree on the last step that any of them has applied. A rank that is behind applies the update
    from the gradients that it stored. If no rank has applied the interrupted step, all discard it and compute it again.
-4. With ZeRO-1, the next rank holds each part of the state too (``DataParallel.twice``), and makes the same updates.
+4. With ZeRO-1, the next rank holds each part of the state too (``Buckets.mirrored_shards``), and makes the same
+   updates.
 5. Weights and state are copied to host memory, and everything that depends on the ranks is made again, as at the start
    of a run. Then each rank loads its part, from its own host memory or from a rank that has it.
 
@@ -86,7 +87,7 @@ class Elastic:
                     raise
                 change = error
 
-    def start_step(self, step: int, wish: int) -> None:
+    def start_step(self, step: int, stop_request: int) -> None:
         if self._last is not None and step == self._last[0]:
             return  # it was applied before the ranks changed
         self._began = step
@@ -100,7 +101,7 @@ class Elastic:
         device.newcomers = comm.newcomers() if comm.size < self.run.config.most_ranks(comm.size) else 0
         if saving is not None and not saving.done:
             device.newcomers = WRITING
-        device.start_step(step, wish)
+        device.start_step(step, stop_request)
 
     def _leave_or_join(self, last: StepResult, step: int) -> NoReturn:
         comm = self.run.comm
@@ -261,7 +262,7 @@ NO_NUMBERS = {
 def facts_of(run: Any) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
-        "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
+        "settings": run.options, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
         "resumes": run.resumes, "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
         "description": run.description, "batches": run.own.state(), "brings": run.brings, "watched": run.watched,
@@ -270,7 +271,7 @@ def facts_of(run: Any) -> dict[str, Any]:
 
 def misfit(newcomer: Any, facts: dict[str, Any]) -> str:
     """Why a newcomer's settings or data differ from the run's ``facts``, or ""."""
-    mine, theirs = flatten("", newcomer.asked), flatten("", facts["settings"])
+    mine, theirs = flatten("", newcomer.options), flatten("", facts["settings"])
     if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
         expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
         return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
@@ -292,7 +293,7 @@ def misfit(newcomer: Any, facts: dict[str, Any]) -> str:
 
 def take_facts(newcomer: Any, facts: dict[str, Any]) -> None:
     """Use the settings in ``facts``."""
-    newcomer.asked, chosen = facts["settings"], facts["chosen"]
+    newcomer.options, chosen = facts["settings"], facts["chosen"]
     chosen["tracker"] = tuple(chosen["tracker"])  # JSON has only lists
     newcomer.config = newcomer.config.model_copy(update={name: chosen[name] for name in CHOSEN | NO_NUMBERS})
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])

@@ -225,8 +225,8 @@ def check_shared(out: Path, comm: Communicator) -> str:
 
 def describe(run: Any) -> dict[str, Any]:
     """The settings as given, the derived values and the machine of the run, for config.json and checkpoints."""
-    derived = {name: value for name, value in run.config.to_json().items() if value != run.asked[name]}
-    config = {**run.asked, "out": str(run.out)}
+    derived = {name: value for name, value in run.config.to_json().items() if value != run.options[name]}
+    config = {**run.options, "out": str(run.out)}
     exact = run.mesh.exact(run.config.device) if run.config.compress != "none" else 1
     about = {"cwd": os.getcwd(), "data_fingerprint": run.data.fingerprint, "local_replicas": exact}
     about |= {"order_of_sums": ORDER} if run.config.deterministic else {}

@@ -57,7 +57,7 @@ def announce(run: Any) -> None:
     say(
         f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
         f"{run.data.describe()}, {run.mesh.layout.describe()}"
-        f"{', ZeRO-1' * parallel.sharded}{', held twice' * parallel.twice}"
+        f"{', ZeRO-1' * parallel.sharded}{', held twice' * parallel.mirrored_shards}"
         f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}"
         f"{f' between {parallel.replicas.size // parallel.exact} hosts' * (parallel.exact > 1)}, "
         f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
@@ -69,17 +69,17 @@ def announce(run: Any) -> None:
         if run.comm.size > 1 and mpirun_ends_all():
             remedy = "with Open MPI 5, use mpirun --with-ft ulfm"
             run.console.warn(f"kos: --elastic: this mpirun ends all ranks when one is lost; {remedy}")
-    elif run.asked["elastic"] is not None:
+    elif run.options["elastic"] is not None:
         say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
     if config.compress != "none" and parallel.residual is None:
         say(f"--compress {config.compress}: no two ranks have the same weights, so no gradients are sent")
-    if config.grad_dtype != (asked := run.asked["grad_dtype"]):
-        why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"
-        say(f"--grad-dtype {asked}: gradients are {config.grad_dtype}, since {why}")
+    if config.grad_dtype != (given := run.options["grad_dtype"]):
+        why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {given} would round"
+        say(f"--grad-dtype {given}: gradients are {config.grad_dtype}, since {why}")
     if lines := "; ".join(filter(None, (run.data.trained_on, run.data.held_out))):
         say(lines)
     if run.loss is not None:
-        no_graph = run.asked["graph"] != run.config.graph
+        no_graph = run.options["graph"] != run.config.graph
         say(f"the loss is that of the program{', so there is no CUDA graph' * no_graph}")
     if run.data.mixture is not None and run.comm.rank == 0:
         say(run.data.mixture.in_words(config.steps, config.batch_size))
@@ -107,7 +107,9 @@ def _announce_frozen(run: Any) -> None:
         return
     adapters, lora = "", model.lora
     if lora is not None and run.base is not None:
-        adapters = f": adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; the base is "
+        scale = f"{lora.alpha:g}{' (rslora)' * lora.rslora}"
+        where = f" in layers {', '.join(map(str, lora.layers))}" * bool(lora.layers)
+        adapters = f": adapters of rank {lora.rank}, alpha {scale}, of {', '.join(lora.targets)}{where}; the base is "
         adapters += f"{run.base['path']} ({run.base['sha256'][:12]})"
     say(f"{trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}){adapters}")
     if config.pp > 1 and config.pp_schedule == "zero-bubble-v":
@@ -121,7 +123,7 @@ def _report_settings(run: Any) -> None:
     ignored = run.data.unused_settings
     if config.eval_batches and not (run.validates or run.brings_batches):
         ignored["eval_batches"] = "--hold-out 0"
-    if useless := without_effect(config, run.asked, ignored):
+    if useless := without_effect(config, run.options, ignored):
         say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
         length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")
@@ -185,7 +187,7 @@ def sample_of(run: Any) -> str:
         return ""
 
     def stopped_by_any() -> bool:
-        return any(model.comm.all_gather_bytes(b"!" * run.stop.asked)) if model.size > 1 else run.stop.asked
+        return any(model.comm.all_gather_bytes(b"!" * run.stop.requested)) if model.size > 1 else run.stop.requested
 
     how = Sampling(seed=config.seed, temperature=config.temperature, top_k=config.top_k)
     ends = [] if tokenizer.eos is None else [tokenizer.eos]

@@ -33,8 +33,8 @@ from kos.train.ops import Array, Batch, Loss
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Optimizer
-from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
-from kos.train.parallel.gradients import LOOKUPS, GradientSums, Weights
+from kos.train.parallel.data import Buckets, DataParallel
+from kos.train.parallel.gradients import GradientSums, Weights
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action
@@ -75,7 +75,7 @@ def train(device: Any, config: TrainConfig, run: Any) -> bool:
         ahead = run.steps_done + 1 + device.steps_in_flight
         while not stopped and started < min(ahead, _next_pause(config, run.steps_done)):
             try:
-                device.start_step(started, run.stop.wish)
+                device.start_step(started, run.stop.stop_request)
                 started += 1
             except EndOfBatches:
                 stopped = run.ended = True
@@ -169,7 +169,7 @@ class Step:
     - ``dtypes``: of passes, of the weights that the optimizer updates, and of gradients; default: those of ``config``.
     - ``head_rows``: tokens whose logits are in memory at once.
     - ``loss``: that of the program, instead of the cross-entropy.
-    - ``stop_request``: what was requested on this rank (``Stop.wish``), if a step takes long; asked at its end.
+    - ``stop_request``: what was requested on this rank (``Stop.stop_request``), if a step takes long; asked at its end.
     - ``abort_flags``: where the collectives of this rank note that they were aborted; its sums are then undefined.
     """
 
@@ -204,12 +204,11 @@ class Step:
         self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
         self.micro_batches = config.batch_size // config.micro_batch_size  # of all ranks
         self.parallel = DataParallel(
-            mesh.dense, gradients, ops, in_order=self.micro_batches if config.deterministic else None,
-            bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
-            compress=config.compress, exact=mesh.exact(config.device), twice=buckets.twice,
+            mesh.dense, gradients, buckets, ops, in_order=self.micro_batches if config.deterministic else None,
+            compress=config.compress, exact=mesh.exact(config.device),
         )  # fmt: skip
         self._hold_frozen(model, parts)
-        self.sums = self._sums(model, first, last)
+        self.sums = GradientSums(self.models[0], self.parallel, pipeline)
         self.weights, self.optimizer = self._make_optimizer(model, parts)
         self.count = ops.zeros((1,), ops.statistics_dtype(self.dtype))
         """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""
@@ -235,18 +234,6 @@ class Step:
         self.frozen = Parameters(frozen, self.dtype, stacks, ops.zeros)
         """The other weights that are not trained."""
 
-    def _sums(self, model: LlamaConfig, first: bool, last: bool) -> GradientSums:
-        gradients, steps, lookups = self.gradients, self.pipeline.schedule.micro_batches, None
-        in_order = self.config.deterministic and model.embedding in gradients
-        if in_order and model.tie_word_embeddings and first:  # as on two ends of a pipeline
-            table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
-            apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
-            longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
-            buckets = make_buckets(apart.flat.size, multiple, longest, longest)
-            lookups = TreeSum(self.mesh.dp, self.micro_batches, apart, buckets, self.ops)
-        tied_apart = model.tie_word_embeddings and first != last
-        return GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
-
     def _make_optimizer(self, model: LlamaConfig, parts: Sequence[Local]) -> tuple[Parameters, Any]:
         """What passes read, and the optimizer. With ZeRO-1 on a GPU, it has only this rank's master weights."""
         config, gradients, sharded = self.config, self.gradients, self.buckets.sharded and self.config.device != "cpu"
@@ -261,18 +248,12 @@ class Step:
         optimizer = Optimizer(
             config.update_rule(), master, config.learning_rate(), ops=self.ops, copy=copy,
             groups=config.trained_groups(model, *parts), parts=held, normed=self.parallel.normed(),
-            grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, seed=config.seed, counted=self.counted(),
+            grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, seed=config.seed,
+            normed_tensors=self.sums.normed,
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
             exact=sum(sizes.values()) if config.deterministic else 0, tp=self.mesh.tp, arena=self.models[0].arena,
         )  # fmt: skip
         return copy or master, optimizer
-
-    def counted(self) -> set[str]:
-        """The tensors that count in the norm of the gradient on this rank: each part on one of those that hold it."""
-        twice = {self.models[0].config.embedding} if self.sums.tied_apart and self.models[-1].local.last else set()
-        for names, first in ((self.sums.replicated, self.mesh.tp), (self.sums.copied, self.models[0].tensor.copies)):
-            twice |= names if first.rank > 0 else set()
-        return set(self.gradients) - twice
 
     def run(self) -> None:
         """The whole step. All ranks report in its last exchange. With ``--elastic`` the update needs that of all."""
@@ -285,7 +266,7 @@ class Step:
                 self.optimizer.invalidate_if_aborted(self.gradients, self.abort_flags, self.report)
             self.mesh.world.all_gather(self.report, self.reports)
             if self.config.elastic is not None:
-                self.optimizer.agree(self.gradients, self.report, self.reports)
+                self.optimizer.check_in_step(self.gradients, self.report, self.reports)
         self.apply()
 
     def apply(self) -> None:

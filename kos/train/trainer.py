@@ -114,8 +114,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.own = check(config, **program)
         """The batches of the program; those of ``data`` unless ``brings_batches``."""
-        self.config, self.asked = config, config.to_json()
-        """``asked``: the settings as they were given."""
+        self.config, self.options = config, config.to_json()
+        """``options``: the settings as they were given."""
         self.loss, self.val_batches = program.get("loss"), program.get("val_batches")
         self.brings_batches = program.get("batches") is not None
         self.callbacks, self.watched = [*program.get("callbacks", ())], False  # whether any rank has some
@@ -161,8 +161,8 @@ class Trainer:
     def _begin(self, config: TrainConfig, comm: Communicator) -> None:
         """Everything up to the first step."""
         self.comm, self.profiler = comm, Profiler()
-        asked = {name: value for name, value in self.asked.items() if name not in PATHS}
-        self.watched = any(same_on_all(comm, asked | self.brings, len(self.callbacks)))
+        given = {name: value for name, value in self.options.items() if name not in PATHS}
+        self.watched = any(same_on_all(comm, given | self.brings, len(self.callbacks)))
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
@@ -193,7 +193,7 @@ class Trainer:
             self.data = read_data(self)
             self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
-                self.asked["steps"] = self.console.steps = steps = self.data.steps_of(config.epochs)
+                self.options["steps"] = self.console.steps = steps = self.data.steps_of(config.epochs)
                 self.config = config = config.model_copy(update={"steps": steps})
             self.trains = self.start < config.steps and not config.profile
             same_on_all(comm, {"data": self.data_in_words})
@@ -274,7 +274,7 @@ class Trainer:
         self.device = make_device(
             self.config, self.model_config, self.data, self.mesh, self.console.progress,
             source=self.own if self.brings_batches else self.data, watched=self.watched, loss=self.loss,
-            stop_request=lambda: self.stop.wish,
+            stop_request=lambda: self.stop.stop_request,
         )  # fmt: skip
 
     def base_weights(self) -> TensorFiles:
@@ -369,7 +369,7 @@ class Trainer:
         self.call("on_step", row)
         if is_evaluated(row):
             self.call("on_evaluate", row)
-        return self.watched and any(self.comm.all_gather_bytes(b"!" * (self.stop.wish == STOP)))
+        return self.watched and any(self.comm.all_gather_bytes(b"!" * (self.stop.stop_request == STOP)))
 
     def save(self) -> Path:
         """Save a checkpoint of this step, unless there is one, after the previous one is complete.
@@ -472,7 +472,7 @@ class Trainer:
 
     def request_stop(self) -> None:
         """Let ``run`` end on all ranks: after this step if a callback calls it, else after the next one."""
-        self.stop.asked, self.stop.number = True, signal.SIGINT
+        self.stop.requested, self.stop.number = True, signal.SIGINT
 
     def close(self) -> None:
         """Complete the checkpoint that is being written, and free what the trainer holds."""

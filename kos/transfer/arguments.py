@@ -85,7 +85,7 @@ def check_shapes(what: str, shapes: Any) -> dict[str, tuple[int, ...]]:
 
 
 def check_arrays(arrays: Any, *kinds: type) -> Mapping[str, tuple[Any, Any]]:
-    """A mapping from names to pairs (array, instance of one of ``kinds``).  ``Held`` checks the arrays themselves."""
+    """A mapping from names to pairs (array, instance of one of ``kinds``).  ``LocalArrays`` checks the arrays."""
     pair = f"(array, {' or '.join(kind.__name__ for kind in kinds)})"
     for name, found in check_dict("arrays", arrays, pair).items():
         if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], kinds):

@@ -1,8 +1,8 @@
 """The side that has the weights.
 
 Each publisher rank copies its arrays into a buffer of its own (``buffers.py``), and has threads that send parts of it
-to subscribers.  Rank 0 also knows which version is visible, and which subscribers read it (``Board``).  ``publish`` is
-the only method that waits for other ranks, and it waits for subscribers at most ``patience`` seconds.
+to subscribers.  Rank 0 also knows which version is visible, and which subscribers read it (``VersionLeases``).
+``publish`` is the only method that waits for other ranks, and it waits for subscribers at most ``patience`` seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kos.transfer.arguments import check_arrays, check_at_least, check_comm, che
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.gpu import Copiers
-from kos.transfer.held import Held
+from kos.transfer.local_arrays import LocalArrays
 from kos.transfer.one_caller import OneCaller
 from kos.transfer.placement import Arrays, Placement, box
 from kos.transfer.plan import whole_shapes
@@ -49,7 +49,7 @@ _CLOSE_SECONDS = 5.0  # the thread that accepts ends within _ADMIT_SECONDS, unle
 _log = logging.getLogger(__name__)
 
 
-class Board:
+class VersionLeases:
     """The visible version, and the version that each subscriber reads; on rank 0 of a publisher."""
 
     def __init__(self) -> None:
@@ -130,14 +130,14 @@ class Publisher(OneCaller):
         super().__init__(f"publisher {name}")
         self._serial = 0
         self._sums: dict[int, dict[str, int]] = {}
-        self._connections, self._board = set[Connection](), Board()
+        self._connections, self._versions = set[Connection](), VersionLeases()
 
         def start() -> list[Any]:
             check_name("name", name)
             self._checksums, self._patience = check_bool("checksums", checksums), check_patience(patience, comm)
             settings = {"name": name, "buffers": check_at_least("buffers", buffers, 1), "checksums": self._checksums}
             check_one_of("memory", memory, "device", "host")
-            self._held = Held(check_arrays(arrays, Placement), False)
+            self._held = LocalArrays(check_arrays(arrays, Placement), False)
             self._allocate(buffers, memory)
             place, layout = exchange.parse(address), json.dumps(exchange.layout_to_json(self._layout))
             return [{"address": address, **settings}, self._listen(*place), layout]
@@ -206,13 +206,13 @@ class Publisher(OneCaller):
             return self._publish(version)
 
     def _publish(self, version: int) -> int:
-        serial, buffers, shown = self._serial + 1, self._buffers.count, self._board.newest
+        serial, buffers, shown = self._serial + 1, self._buffers.count, self._versions.newest
 
         def begin() -> list[int]:
             self._check_open()
             self._held.follow()
             number = check_int("version", version)
-            return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
+            return [number, serial, self._versions.reclaim(serial - buffers, self._patience, buffers == 1)]
 
         try:
             first, *others = self._together(begin)
@@ -220,11 +220,11 @@ class Publisher(OneCaller):
                 expected, got = f"version {first[0]} on all ranks", f"{others[wrong[0] - 1][0]} on rank {wrong[0]}"
                 raise CollectiveMismatch(f"publish: expected {expected}, got {got}", ranks=wrong[:1])
         except BaseException:
-            self._board.show(shown)  # no buffer was written
+            self._versions.show(shown)  # no buffer was written
             raise
         self._together(lambda: self._write(serial))
         self._serial = serial
-        self._board.show((serial, first[0]))
+        self._versions.show((serial, first[0]))
         return int(first[2])
 
     def _write(self, serial: int) -> None:
@@ -282,7 +282,7 @@ class Publisher(OneCaller):
             except (OSError, KosError, ValueError, LookupError, TypeError) as error:
                 _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
             finally:
-                self._board.release(connection)
+                self._versions.release(connection)
                 self._connections.discard(connection)
 
     def _answer(self, connection: Connection, request: dict[str, Any], copiers: Copiers) -> None:
@@ -294,10 +294,10 @@ class Publisher(OneCaller):
                 answer = self._catalogue
             elif request["ask"] == "newest":
                 wait, have = min(float(request["wait"]), GRACE), request["have"]
-                serial, version = self._board.lease(connection, have, wait, float(request["seconds"]))
+                serial, version = self._versions.lease(connection, have, wait, float(request["seconds"]))
                 answer = {"serial": serial, "version": version}
             elif request["ask"] == "release":
-                self._board.release(connection)
+                self._versions.release(connection)
                 return  # nobody waits for an answer
             else:
                 memory = self._read(request, copiers)

@@ -26,7 +26,7 @@ from kos.transfer import exchange
 from kos.transfer.buffers import Buffers, GpuMemory
 from kos.transfer.exchange import Catalogue, Stale
 from kos.transfer.gpu import Copier, Copiers, Launch
-from kos.transfer.held import Held
+from kos.transfer.local_arrays import LocalArrays
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Copy, Plan
 from kos.transfer.scales import quantized
@@ -48,7 +48,7 @@ class Target:
         staged: bool,
     ) -> None:  # fmt: skip
         self.connect, self.streams, self.transport, self.staged = connect, streams, transport, staged
-        self._held = Held(arrays, True)
+        self._held = LocalArrays(arrays, True)
         self.flat, self.layout = self._held.flat, self._held.layout
         self._quantized = quantized(arrays, self.flat, self.layout)
         wanted = {n: dtype for n, (dtype, *_) in self.layout.items() if staged or n in self._quantized}

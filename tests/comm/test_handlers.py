@@ -263,8 +263,9 @@ class _Handler:
     "handler",
     [_forgets, _Handler(), _Handler().method, partial(_forgets), pytest.param(_raises, id="after the recorder")],
 )
-def test_handlers_of_every_form_abort(handler, apart, before_call):
+def test_handlers_of_every_form_abort(handler, apart, before_call, monkeypatch, tmp_path):
     """Also those that do not keep the frame that they interrupt, and that which the recorder's handler calls."""
+    monkeypatch.chdir(tmp_path)  # the recorder writes its files there
     before = signal.signal(signal.SIGALRM, handler)
     if handler is _raises:
         dump_on_signal(signal.SIGALRM)

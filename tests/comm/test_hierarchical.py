@@ -51,7 +51,8 @@ from tests.host_compiler import COMPILER
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-LAYOUTS = [(2, 2), (2, 2, 2), (3, 3)]
+LAYOUTS = [(2, 2), "another"]
+OTHERS = [(2, 2, 2), (3, 3)]
 ALWAYS = {key(name, False, False, True): ((None, PHASES),) for name in CARRIED}
 
 
@@ -120,8 +121,9 @@ def test_a_call_within_hosts_waits_until_all_phases_are_connected(no_gpu):
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
-def ranks(no_gpu, request):
-    return HostRanks(request.param)
+def ranks(no_gpu, request, seed):
+    """2 hosts of 2 ranks, or another layout, which the seed chooses."""
+    return HostRanks(OTHERS[seed % len(OTHERS)] if request.param == "another" else request.param)
 
 
 FEW = (  # of each way in which phases treat a type

@@ -56,8 +56,11 @@ class Program:
         self.pair_call: Callable[..., Any] = lambda: None
 
     def act(self, *more: Callable[[], Any]) -> None:
-        """One of the actions, or of ``more``, unless this is within another one."""
-        if self.depth:
+        """One of the actions, or of ``more``, unless this is within another one, or in a thread of kos.
+
+        A collection in another thread runs the finalizers that are left.  There, a call could meet one of this thread.
+        """
+        if self.depth or threading.current_thread() is not threading.main_thread():
             return
         self.depth, profile = self.depth + 1, sys.getprofile()
         sys.setprofile(None)
@@ -100,7 +103,8 @@ class Program:
         self.pair_call()
 
     def choose(self) -> None:
-        """The call of the next rounds."""
+        """The call of the next rounds.  A late signal makes none meanwhile: rank 1 might not make it."""
+        self.depth += 1
         count, form = self.random.choice((1, 5, 600, 3000)), self.random.choice(("", "async", "out", "max"))
         self.is_alone = self.random.random() < 0.5
         one, other = self.alone if self.is_alone else self.one, self.other
@@ -125,6 +129,7 @@ class Program:
                 self.theirs.clear()
 
         self.pair_call = call
+        self.depth -= 1
 
     def collect_within(self) -> None:
         threshold = gc.get_threshold()

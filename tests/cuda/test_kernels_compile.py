@@ -43,7 +43,7 @@ CACHE = [b"append", b"attend", b"merge"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
 OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
-OPTIMIZER = [b"squares", b"largest", b"exact_squares", b"finish_norm", b"agree", b"prepare"]
+OPTIMIZER = [b"squares", b"largest", b"reproducible_squares", b"finish_norm", b"check_in_step", b"prepare"]
 OPTIMIZED = [
     {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1},
     {"MASTER": "float32", "GRADIENT": "bfloat16", "WEIGHT": "bfloat16", "COPY": 1},

@@ -44,7 +44,7 @@ def invited(
     """
     threads: Newcomers = []
 
-    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+    def start_step(self: elastic.Elastic, step: int, stop_request: int) -> None:
         comm = self.run.comm
         if comm.rank == 0 and not threads and (comm.size == ranks if ranks else step == at):
             threads.extend([started(lambda: make(comm.address)) for _ in range(count)])

@@ -18,7 +18,7 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import Buckets, DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 
 Whole = dict[str, np.ndarray]
@@ -53,7 +53,7 @@ def make_state(
     sharded = zero and group.size > 1
     multiple = 8 * group.size if sharded else 1
     weights = Parameters(model.parameter_shapes(*parts), groups=model.fused_groups(*parts), multiple=multiple)
-    parallel = DataParallel(mesh.dense, weights.like(), sharded=sharded, bucket_bytes=bucket_bytes)
+    parallel = DataParallel(mesh.dense, weights.like(), Buckets(multiple, bucket_bytes, bucket_bytes, sharded))
     optimizer: Any = Optimizer(AdamW(), weights, parts=parallel.parts() if sharded else None)
     if sharded and master_shards:
         optimizer.weights = OwnedSlices(weights, optimizer.state["exp_avg"].slices)

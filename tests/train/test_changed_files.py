@@ -27,10 +27,10 @@ from kos.train.device.cpu import CpuDevice
 from kos.train.trainer import Trainer
 changed, *flags = sys.argv[1:]
 start_step = CpuDevice.start_step
-def shortened(self, step, wish):
+def shortened(self, step, stop_request):
     if step == 3 and self.comm.rank == 0:
         os.truncate(glob.glob(changed)[0], 100)
-    start_step(self, step, wish)
+    start_step(self, step, stop_request)
 CpuDevice.start_step = shortened
 def run(comm):
     try:

@@ -20,7 +20,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.ops.parameters import Parameters
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import Buckets, DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.trainer import Trainer
 from tests.train import layouts
@@ -226,7 +226,8 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
         gradients = Parameters({"a": (2 * bucket,), "b": (bucket,)}, multiple=bucket)
         mesh = Mesh(comm)
         how = {"compress": form.name, "exact": mesh.exact("cpu")}
-        parallel = DataParallel(mesh.dense, gradients, sharded=sharded, bucket_bytes=4 * bucket, **how)
+        buckets = Buckets(bucket, 4 * bucket, 4 * bucket, sharded)
+        parallel = DataParallel(mesh.dense, gradients, buckets, **how)
         sums = []
         for step in range(steps):
             gradients.flat[:] = terms[step, comm.rank]

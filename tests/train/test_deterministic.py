@@ -8,7 +8,7 @@ import pytest
 
 from kos.errors import ConfigError
 from kos.train.device.cpu import CpuDevice
-from kos.train.ops.numpy_optimizer import CHUNKS, exact_squares
+from kos.train.ops.numpy_optimizer import CHUNKS, reproducible_squares
 from kos.train.parallel.fixed_order import Split, most_parts
 from kos.train.parallel.mesh import Layout
 from tests.train.layouts import BITS, train
@@ -64,7 +64,7 @@ def test_sums_of_squares_are_exact(rng):
         for part in np.split(order, [7, 20_000, 20_001]):
             chunk = np.zeros(1, CHUNKS)
             chunk["length"], partial = part.size, np.zeros((2, 1))
-            exact_squares(part, chunk, partial, 1, most, values.size.bit_length())
+            reproducible_squares(part, chunk, partial, 1, most, values.size.bit_length())
             total += partial[:, 0]
         found.add(tuple(total))
     assert len(found) == 1

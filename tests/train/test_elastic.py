@@ -137,12 +137,12 @@ def test_an_update_needs_the_same_step_of_all_ranks():
     weights = Parameters({"w": (3, 2)})
     optimizer, report = Optimizer(AdamW(), weights), np.array([0.0, 2.0, 7.0, 0.0, 1.5])
     others = np.stack([report, report])
-    optimizer.agree(weights, report, others)
+    optimizer.check_in_step(weights, report, others)
     for column in (1, 2):
         wrong = others.copy()
         wrong[1, column] -= 1
         with pytest.raises(CollectiveMismatch, match="expected step 7 of epoch 2 on every rank, got 7 of epoch 2; "):
-            optimizer.agree(weights, report, wrong)
+            optimizer.check_in_step(weights, report, wrong)
 
 
 def test_both_holders_of_a_part_are_lost(text, tmp_path):
@@ -169,7 +169,7 @@ def ask_at_step_2(ranks: Sequence[int], number: signal.Signals) -> Callable[[Tra
         trainer.stop.number, rank, show = number, trainer.comm.rank, trainer.device.show
 
         def shown(what: str, share: float) -> None:
-            trainer.stop.asked |= rank in ranks and what == "step 2"
+            trainer.stop.requested |= rank in ranks and what == "step 2"
             show(what, share)
 
         trainer.device.show = shown
@@ -200,9 +200,9 @@ def test_a_rank_that_is_asked_before_the_first_step_leaves_alone(when, text, tmp
 
     def run(comm):
         stop, asked = Stop(), comm.rank == 2
-        stop.number, stop.asked = signal.SIGTERM, asked and when == "while data is read"
+        stop.number, stop.requested = signal.SIGTERM, asked and when == "while data is read"
         trainer = Trainer(config, comm, stop)
-        stop.asked = asked
+        stop.requested = asked
         with pytest.raises(Left) if asked else contextlib.nullcontext():
             trainer.run()
 
@@ -212,7 +212,7 @@ def test_a_rank_that_is_asked_before_the_first_step_leaves_alone(when, text, tmp
 
 
 def test_a_newcomer_that_is_asked_before_it_joins_leaves(text, tmp_path):
-    (stop := Stop()).asked = True
+    (stop := Stop()).requested = True
     with pytest.raises(Left, match="left before it joined the run, as asked"):
         Trainer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9"), stop=stop)
 
@@ -286,7 +286,7 @@ def test_an_mpirun_that_ends_all_ranks_is_warned_of(environment, options, warned
 
 def test_other_runs_agree_on_nothing(text, tmp_path, before_call):
     calls = Counter[bool]()
-    before_call(Optimizer, "agree", lambda *_: calls.update([changes]))
+    before_call(Optimizer, "check_in_step", lambda *_: calls.update([changes]))
     for changes in (False, True):
         train(text, tmp_path / str(changes), elastic="1" if changes else None)
     assert calls == {True: RANKS * STEPS}

@@ -58,7 +58,7 @@ def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_
     """No rank waits for its files: the run goes on with the same ranks until they are complete."""
     may_end = threading.Event()
 
-    def start_step(elastic, step, wish):
+    def start_step(elastic, step, stop_request):
         run = elastic.run
         if leaves and step == 2 and run.mesh.world.rank == 3:
             run.stop.request(signal.SIGUSR1)

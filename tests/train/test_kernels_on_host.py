@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kos.dtypes import DTYPES
-from kos.train.ops.numpy_optimizer import CHUNKS, LearningRate, exact_squares
+from kos.train.ops.numpy_optimizer import CHUNKS, LearningRate, reproducible_squares
 from kos.train.ops.parameters import Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
@@ -68,7 +68,7 @@ def test_the_exact_norm_does_not_depend_on_cuts(ops, rng, gradient_dtype):
     assert magnitude[0].view(np.float32) == abs(values).max()
     chunk, expected = np.zeros(1, CHUNKS), np.zeros((2, 1))
     chunk["length"], most = total, abs(values).max(keepdims=True).view(np.int32)
-    exact_squares(values, chunk, expected, 1, most, total.bit_length())
+    reproducible_squares(values, chunk, expected, 1, most, total.bit_length())
     assert sums.tolist() == expected[:, 0].tolist()
     assert sums.sum() == pytest.approx(math.fsum(values.astype(np.float64) ** 2), rel=1e-14)
     of_all = [stage(x, lambda bits: bits.copy_from(magnitude[0]))[0] for x in (("d", "c", "a"), ("b",), ("e",))]
@@ -122,7 +122,7 @@ def test_an_update_needs_the_same_step_of_all_ranks(ops):
         all_of_them.copy_from(reports)
         before = weights.flat.numpy()
         optimizer.norm(gradients)
-        optimizer.agree(gradients, own, all_of_them)
+        optimizer.check_in_step(gradients, own, all_of_them)
         optimizer.update(gradients)
         moved.append(not np.array_equal(before, weights.flat.numpy()))
         if not moved[-1]:
@@ -145,7 +145,7 @@ def test_a_rank_whose_collectives_were_ended_has_a_report_for_which_no_step_coun
         reports.copy_from(np.stack([report.numpy()] * 3))  # all ranks have the same: none may count
         optimizer.continue_after(0, 0)
         optimizer.norm(gradients)
-        optimizer.agree(gradients, report, reports)
+        optimizer.check_in_step(gradients, report, reports)
         optimizer.update(gradients)
         counted.append(optimizer.step_count)
     assert counted == [1, 0, 0]

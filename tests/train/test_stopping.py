@@ -41,7 +41,7 @@ def test_a_stop_does_not_wait_for_the_first_validation(text, tmp_path):
 
     def run(comm):
         early = Stop()
-        early.asked = True
+        early.requested = True
         with pytest.raises(Stopped):  # before the data are read
             Trainer(_config(text, tmp_path), comm, early)
         trainer = Trainer(_config(text, tmp_path, save_every=0, eval_every=2), comm, stop)
@@ -94,7 +94,7 @@ def test_a_stop_comes_after_the_step(text, tmp_path, ranks, moment, capsys):
         def shown(what, share):
             assert 0 <= share < 1
             seen.append(what)
-            stop.asked |= comm.rank == comm.size - 1 and what == moment and "step 2" in seen
+            stop.requested |= comm.rank == comm.size - 1 and what == moment and "step 2" in seen
             show(what, share)
 
         trainer.device.show = shown

@@ -21,7 +21,7 @@ import pytest
 from kos.errors import CollectiveTimeout, InvalidArgument, RankLost, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange
-from kos.transfer.held import Held
+from kos.transfer.local_arrays import LocalArrays
 from tests.transfer.layouts import WHOLE, tensor, zero
 from tests.transfer.publishing import arrays_of, before_reads, expect_version, publishing
 
@@ -330,7 +330,7 @@ def test_the_deadline_ends_a_read_for_which_bytes_are_always_there():
 
 def test_a_copy_on_the_host_that_is_too_late_ends():
     array = np.zeros(4, np.float32)
-    held = Held({"w": (array, Placement.whole((4,)))}, True)
+    held = LocalArrays({"w": (array, Placement.whole((4,)))}, True)
     with pytest.raises(TransferTimeout, match="expected the end of the copy before the deadline, got 0 of 16 bytes"):
         held.copy(0, [(held.flat["w"], np.ones(4, np.float32))], time.monotonic() - 1)
     held.copy(0, [(held.flat["w"], np.ones(4, np.float32))], time.monotonic() + 60)

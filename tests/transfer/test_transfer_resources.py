@@ -10,7 +10,7 @@ import pytest
 from kos.errors import TransferError
 from kos.transfer import Publisher, Subscriber, read_catalogue
 from kos.transfer.buffers import Buffers
-from kos.transfer.publisher import Board
+from kos.transfer.publisher import VersionLeases
 from tests.transfer.layouts import WHOLE, zero
 from tests.transfer.publishing import arrays_of, before_reads, expect_version, publishing, set_version
 
@@ -65,7 +65,7 @@ def test_checksums_are_known_until_the_buffer_is_written(before_call):
 def test_the_end_of_a_lease_is_not_waited_for(monkeypatch):
     """All bytes are there: a publisher that stops now delays nobody."""
     stopped = threading.Event()
-    monkeypatch.setattr(Board, "release", lambda *_: stopped.wait(30))
+    monkeypatch.setattr(VersionLeases, "release", lambda *_: stopped.wait(30))
     with Publisher(None, arrays_of(WHOLE)) as publisher:
         publisher.publish(0)
         readers = [Subscriber(publisher.address, arrays_of(WHOLE), transport="shared") for _ in range(3)]

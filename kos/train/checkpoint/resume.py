@@ -59,7 +59,7 @@ def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], ob
 def data_settings(about: Mapping[str, Any]) -> dict[str, Any]:
     """The settings by which a run reads its data, from its description in config.json or in a checkpoint."""
     theirs = about.get("config", {}) | about.get("derived", {})
-    return {name: theirs[name] for name in ("fit", "hold_out") if name in theirs}
+    return {name: theirs[name] for name in ("fit", "hold_out", "template_date") if name in theirs}
 
 
 class Residuals:
@@ -182,6 +182,7 @@ def check_adapters(found: Checkpoint, config: TrainConfig, model: LlamaConfig, b
         expected, got = (
             "all weights" if each is None
             else f"--lora {each.rank} --lora-alpha {each.alpha:g} --lora-targets {','.join(each.targets)}"
+            f"{' --rslora' * each.rslora}{f' --lora-layers {str(each.layers)[1:-1]}' * bool(each.layers)}"
             for each in (ours, theirs)
         )  # fmt: skip
         raise CheckpointError(f"{found.path}: expected a run that trains {expected}, got one with {got}").about("lora")
@@ -211,8 +212,8 @@ def check_packing(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]
     That is with ``--epochs``, or in a mixture; else log a warning.  ``now`` describes this run. If its data or settings
     differ, ``warn_of_changes`` says so.
     """
-    asked, same = found.config.get("config", {}), ("fit", "seed", "seq_len", "long_documents")
-    theirs = asked | found.config.get("derived", {})
+    same = "fit", "seed", "seq_len", "long_documents"
+    theirs = found.config.get("config", {}) | found.config.get("derived", {})
     changed = [name for name in same if (theirs.get(name) or "cut") != (getattr(config, name) or "cut")]
     if changed or found.config.get("data_fingerprint") != now["data_fingerprint"]:
         return
@@ -250,8 +251,8 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     before, other_layout = found.config, _layout_in(found.config) != _layout_in(now)
     theirs, ours = _settings(before, now), _settings(now, now)
     if other_layout:  # their defaults depend on the layout
-        asked = before.get("config", {}), now["config"]
-        same = (name for name in ("micro_batch_size", "grad_dtype") if asked[0].get(name) == asked[1][name])
+        options = before.get("config", {}), now["config"]
+        same = (name for name in ("micro_batch_size", "grad_dtype") if options[0].get(name) == options[1][name])
         ours |= {name: theirs[name] for name in same}
 
     def other(what: Changes) -> list[str]:
@@ -310,5 +311,5 @@ def _differ(old: LearningRate, new: LearningRate, step: int) -> bool:
 
 def _layout_in(description: Mapping[str, Any]) -> list[Any]:
     """Ranks, tp, pp and cp of a run."""
-    asked = description.get("config", {})
-    return [description.get("ranks"), *(asked.get(axis, 1) for axis in ("tp", "pp", "cp"))]
+    options = description.get("config", {})
+    return [description.get("ranks"), *(options.get(axis, 1) for axis in ("tp", "pp", "cp"))]

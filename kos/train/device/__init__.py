@@ -92,8 +92,8 @@ class Device:
         """Plan the memory of this rank, and allocate it. ConfigError if there is too little."""
         raise NotImplementedError
 
-    def start_step(self, step: int, wish: int) -> None:
-        """Begin the step (counted from 0). ``wish``: what was requested on this rank, as ``Stop.wish`` says."""
+    def start_step(self, step: int, stop_request: int) -> None:
+        """Begin the step (counted from 0). ``stop_request``: what was requested on this rank, as of ``Stop``."""
         raise NotImplementedError
 
     def finish_step(self, step: int) -> StepResult:
@@ -163,14 +163,14 @@ class Device:
 
     def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float, count: float) -> StepResult:
         """The result of a step, computed on the host from the ``reports`` of all ranks and ``Step.count``."""
-        losses, asked = reports[self.reporters(), REPORT:], reports[:, 0]
+        losses, requests = reports[self.reporters(), REPORT:], reports[:, 0]
         total = math.fsum(losses.flat) if np.isfinite(losses).all() else float(losses.sum())
         loss, ranks = total / self.step.micro_batches, self.comm.size
-        leaves: list[int] = np.flatnonzero(asked == LEAVE).tolist()
-        stop = bool((asked == STOP).any()) or ranks - len(leaves) < self.config.least_ranks
+        leaves: list[int] = np.flatnonzero(requests == LEAVE).tolist()
+        stop = bool((requests == STOP).any()) or ranks - len(leaves) < self.config.least_ranks
         leaving, stay = list[int](), stop or (reports[:, REPORT - 1] == WRITING).any()
         for rank in leaves if not stay else ():  # not both that hold the same part of the state: one leaves later
-            if not self.step.parallel.twice or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
+            if not self.step.parallel.mirrored_shards or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
                 leaving.append(rank)
         joining = 0 if stay else min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
         counted = not math.isinf(count)

@@ -52,16 +52,16 @@ def layout_of(config: TrainConfig, ranks: int) -> Layout:
     return layout
 
 
-def choose_device(asked: str, comm: Communicator) -> str:
+def choose_device(kind: str, comm: Communicator) -> str:
     """``cpu`` or ``cuda``, for all ranks.  ConfigError if GPUs are requested and a rank cannot have one."""
-    if asked == "cpu":
-        return asked
+    if kind == "cpu":
+        return kind
     answers = [answer.decode().partition("\n") for answer in comm.all_gather_bytes(_usable_gpu(comm).encode())]
     reasons = [(rank, reason) for rank, (uuid, _, reason) in enumerate(answers) if not uuid]
-    if not reasons and (asked == "cuda" or len({uuid for uuid, _, _ in answers}) == comm.size):
+    if not reasons and (kind == "cuda" or len({uuid for uuid, _, _ in answers}) == comm.size):
         return "cuda"
     rank, reason = reasons[0] if reasons else (0, "ranks share a GPU")
-    if asked == "cuda":
+    if kind == "cuda":
         raise SettingError("--device cuda", "a GPU for every rank", f"none for rank {rank}: {reason}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
     if comm.rank == 0 and (unavailable() is None or (DRIVER.exists() and not hidden)):

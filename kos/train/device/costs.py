@@ -101,7 +101,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         elif pairs is None:
             pairs = attended_pairs(attend.length)
         flops = 4.0 * attend.out.size * pairs / attend.length * (2.5 if backward else 1.0)
-    elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
+    elif name in ("squares", "reproducible_squares", "largest"):  # this rank's share of the grid's chunks
         from kos.train.optim import CHUNK
 
         nbytes = min(CHUNK * arguments[2], arrays[0].size) * arrays[0].dtype.itemsize

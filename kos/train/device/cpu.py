@@ -38,10 +38,10 @@ class CpuDevice(Device):
         emulated = "; products in 8 bits are emulated, slower than float32" * (self.config.dtype == "fp8")
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank{emulated}"
 
-    def start_step(self, step: int, wish: int) -> None:
+    def start_step(self, step: int, stop_request: int) -> None:
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
-        program.report[:REPORT] = wish, self.epoch, step + 1, self.newcomers
+        program.report[:REPORT] = stop_request, self.epoch, step + 1, self.newcomers
         whole, program.count[0] = self.source.micro_batches(step, self.micro_batches, self.mesh.dp)
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()

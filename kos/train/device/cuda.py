@@ -297,11 +297,11 @@ class CudaDevice(Device):
         self.step.optimizer.resume()
         super().apply()
 
-    def start_step(self, step: int, wish: int) -> None:
+    def start_step(self, step: int, stop_request: int) -> None:
         stream, result, program = self.ops.stream, self._pending[step % len(self._pending)], self.step
         driver.set_device(self.ops.device)
         result.begin(stream, self._newest)
-        result.asked[:] = wish, self.epoch, step + 1, self.newcomers
+        result.inputs[:] = stop_request, self.epoch, step + 1, self.newcomers
         first, feed = self.feed is None, self.feed or self._make_feed(step)
         feed.take(step)
         result.count = feed.count_of(step)
@@ -309,7 +309,7 @@ class CudaDevice(Device):
             self._graph = self._graph or self._capture()
         elif first and self.mesh.pp.size > 1:
             self._load_kernels()
-        program.report[:REPORT].copy_from(result.asked, stream)
+        program.report[:REPORT].copy_from(result.inputs, stream)
         if self._graph is not None:
             self._graph.replay(stream)
         else:
@@ -430,7 +430,7 @@ class _PendingResult:
 
     def __init__(self, answers: Array, scalars: Array) -> None:
         device = answers.device
-        self.asked, self.answers, self.scalars = (
+        self.inputs, self.answers, self.scalars = (
             pinned_empty(shape, np.float64, device) for shape in (REPORT, answers.shape, scalars.shape)
         )
         self.there, self._began = Event(device, timed=True), Event(device, timed=True)

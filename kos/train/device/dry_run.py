@@ -195,8 +195,8 @@ class DryRun(Step):
         self.dry, self.clock, self.actions = dry, clock, dict[Action, dict[str, float]]()
         self.parts = parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         buckets = plan_buckets(config, model, parts, mesh, reaches=True)
-        counted = buckets.uncut or (config.dtype == "fp8" and buckets.sharded)  # memory depends on buckets
-        if not (clock or counted):  # a model that fits on no machine would have too many buckets to list
+        exact = buckets.unsplittable or (config.dtype == "fp8" and buckets.sharded)  # memory depends on buckets
+        if not (clock or exact):  # a model that fits on no machine would have too many buckets to list
             buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
         ops, pipeline = dry if clock is None else TimedOps(dry, clock.timed), Pipeline(mesh.pp, schedule)
         head_rows = HEAD_ROWS if config.device == "cuda" else None
@@ -278,7 +278,7 @@ class DryRun(Step):
         with self.clock.logged("norm"):
             self.clock.operate("squares", self.gradients.flat.nbytes, 0.0)
 
-    def agree(self, gradients: Parameters, report: Array, reports: Array) -> None:
+    def check_in_step(self, gradients: Parameters, report: Array, reports: Array) -> None:
         """Takes no time worth counting."""
 
     def update(self, gradients: Parameters, micro_batches: int, targets: Array) -> None:
@@ -323,7 +323,8 @@ def plan_memory(
     ranks, count, slots = mesh.dense.replicas.size, run.gradients.flat.size, len(run.stages.free)
     waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
     lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
-    share = f", {1 + buckets.twice}/{ranks} (ZeRO-1{', held twice' * buckets.twice})" * buckets.sharded
+    mirrored = buckets.mirrored_shards
+    share = f", {1 + mirrored}/{ranks} (ZeRO-1{', held twice' * mirrored})" * buckets.sharded
     dtype, master, (about, state) = config.compute_dtype, config.master_dtype, run.state_bytes()
     has_copy = not on_cpu and (buckets.sharded or dtype != master)
     weights, held = f"{'master ' * has_copy}weights, {master}", count if on_cpu else elements(run.held)
@@ -389,7 +390,7 @@ def _of_gpu(
     config, model, tokens = run.config, run.models[0].config, run.tokens.size
     itemsize, rows = DTYPES[config.compute_dtype].itemsize, min(HEAD_ROWS, tokens)
     bucket = max(buckets.nbytes // DTYPES[config.grad_dtype].itemsize, buckets.multiple)  # of the state, to be saved
-    if buckets.uncut:
+    if buckets.unsplittable:
         bucket = max(bucket, *(each.stop - each.start for each in run.parallel.buckets))
     saving = (4 * min(bucket, run.gradients.flat.size) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1)
     scratch, between = max(scratch, saving), tokens // mesh.tp.size * model.hidden_size * itemsize

@@ -70,8 +70,9 @@ def plan_buckets(
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
     regions, places = [{name for group in groups for name in group.names}], model.placements(*parts)
-    tied_apart = model.tie_word_embeddings and any(part.first for part in parts) != any(part.last for part in parts)
-    if tied_apart and model.embedding in regions[0]:
+    ends = (any(part.first for part in parts), any(part.last for part in parts))
+    tied_across_stages = model.tie_word_embeddings and ends[0] != ends[1]
+    if tied_across_stages and model.embedding in regions[0]:
         regions = [regions[0] - {model.embedding}, {model.embedding}]
     # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
     order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].along("tp") is None)
@@ -79,12 +80,12 @@ def plan_buckets(
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
     ranks = reduction.replicas.size
     sharded = config.zero == 1 and ranks > 1
-    uncut = frozenset(name for group in groups if group.rule for name in group.names)
-    twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
+    unsplittable = frozenset(name for group in groups if group.rule for name in group.names)
+    mirrored = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
     if config.device == "cpu":
         blocks = 1 if config.compress == "none" else compression.BLOCK * mesh.exact("cpu")
         multiple = CHUNK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
-        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
+        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, unsplittable, mirrored, *lies)
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank
         whole, layout = model.placements(), mesh.layout  # so that all stages of a pipeline have buckets of equal size
@@ -95,4 +96,4 @@ def plan_buckets(
     if ranks > 1 and config.compress != "none":
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
         staging += 2 * nbytes * (mesh.exact("cuda") > 1)  # terms of exact sums, and with ZeRO-1 their results
-    return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
+    return Buckets(multiple, nbytes, nbytes // 4, sharded, unsplittable, mirrored, *lies, staging)

@@ -76,7 +76,7 @@ def largest(gradients: Array, chunks: Array, most: Array) -> None:
         most[0] = max(most[0], np.abs(gradients[start : start + length]).max().view(most.dtype))
 
 
-def exact_squares(
+def reproducible_squares(
     gradients: Array, chunks: Array, partial: Array, stride: int, most: Array, count_bits: int
 ) -> None:
     """partial (2, all chunks): sums of squares that can be added over ranks and chunks without rounding errors.
@@ -109,7 +109,7 @@ def finish_norm(partial: Array, stride: int, scalars: Array) -> None:
 # --- the update ----------------------------------------------------------------------------------------
 
 
-def agree(report: Array, reports: Array, ranks: int, columns: int, scalars: Array) -> None:
+def check_in_step(report: Array, reports: Array, ranks: int, columns: int, scalars: Array) -> None:
     """Raise CollectiveMismatch unless all ranks report the same epoch and step (``kos.train.step.REPORT``)."""
     if not (reports[:, 1:3] == report[1:3]).all():
         got = "; ".join(f"{step:.0f} of epoch {epoch:.0f}" for epoch, step in reports[:, 1:3])
@@ -207,7 +207,8 @@ def muon_update(
 KERNELS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
-        squares, largest, exact_squares, finish_norm, agree, prepare, muon_momentum, arrange, muon_update,
+        squares, largest, reproducible_squares, finish_norm, check_in_step, prepare,
+        muon_momentum, arrange, muon_update,
     )
 }  # fmt: skip
 

@@ -151,7 +151,7 @@ class Optimizer:
     - ``groups``: the parameter groups; by default ``decay_matrices``.
     - ``parts``: the slices that this rank updates, and whose state it keeps; by default those of ``weights``.
     - ``normed``: the slices whose squares this rank adds to the gradient norm; by default ``parts``.
-    - ``counted``: the tensors whose squares this rank adds to the gradient norm; by default all.
+    - ``normed_tensors``: the tensors whose squares this rank adds to the gradient norm; by default all.
     - ``places``: where each tensor begins in the layout of the whole model, if ``weights`` are a stage of it.
     - ``exact``: 0, or the number of elements of the whole model.  If it is given, the norm has the same bits for every
       split into ranks and chunks.
@@ -168,7 +168,7 @@ class Optimizer:
         self, rule: UpdateRule, weights: Parameters | OwnedSlices, learning_rate: LearningRate = CONSTANT, *,
         ops: Any = numpy_ops, copy: Parameters | None = None, groups: Sequence[Group] | None = None,
         parts: Sequence[slice] | None = None, normed: Sequence[slice] | None = None, grad_clip: float = 0.0,
-        skip_outliers: float = 0.0, seed: int = 0, counted: Collection[str] | None = None,
+        skip_outliers: float = 0.0, seed: int = 0, normed_tensors: Collection[str] | None = None,
         places: Mapping[str, int] | None = None, exact: int = 0, tp: Axis = ALONE, arena: Arena | None = None,
     ) -> None:  # fmt: skip
         if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
@@ -191,9 +191,9 @@ class Optimizer:
         chunks["local"] = of_all["local"][np.searchsorted(of_all["index"], chunks["index"])]
         in_norm, _, _ = split(weights, mine if normed is None else packed(normed), CHUNK, groups, places)
         of_norm = np.isin(of_all["index"], in_norm["index"])
-        self._sparse = counted is not None and not {*counted} >= weights.spans.keys()
+        self._sparse = normed_tensors is not None and not {*normed_tensors} >= weights.spans.keys()
         if self._sparse:
-            of_norm &= np.isin(names, [*(counted or ())])
+            of_norm &= np.isin(names, [*(normed_tensors or ())])
         self._chunk_count, self._norm_count = len(chunks), int(of_norm.sum())
         numbers = np.array([(group.decay, group.lr_scale) for group in groups])
         self._chunks, self._norm_chunks, self._groups = map(self._table, (chunks, of_all[of_norm], numbers))
@@ -262,7 +262,7 @@ class Optimizer:
                 find_largest(self._largest)
         more = (stride, self._largest, self.exact.bit_length()) if self.exact else ()
         if self._norm_count:
-            name = "exact_squares" if self.exact else "squares"
+            name = "reproducible_squares" if self.exact else "squares"
             self._launch(name, flat, self._norm_count, 256, *chunks, self._partial, *more)
         if sum_shards is not None:
             sum_shards(self._partial)
@@ -278,13 +278,13 @@ class Optimizer:
         """
         self._launch("invalidate_if_aborted", gradients.flat, 1, 1, addresses, addresses.size, report)
 
-    def agree(self, gradients: Parameters, report: Array, reports: Array) -> None:
+    def check_in_step(self, gradients: Parameters, report: Array, reports: Array) -> None:
         """Updates change nothing any more unless all ranks report the same epoch and step (``kos.train.step.REPORT``).
         On a host, this raises CollectiveMismatch.
 
         The reports of a step whose collectives were ended are those of an earlier step, or zeros.
         """
-        self._launch("agree", gradients.flat, 1, 32, report, reports, *reports.shape, self.scalars)
+        self._launch("check_in_step", gradients.flat, 1, 32, report, reports, *reports.shape, self.scalars)
 
     def update(self, gradients: Parameters, micro_batches: float = 1, count: Array | None = None) -> None:
         """One update with the mean gradient over ``micro_batches``, clipped by its norm.

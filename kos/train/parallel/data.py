@@ -91,7 +91,7 @@ class TreeSum:
     def __init__(
         self, axis: Axis, total: int, gradients: Parameters, buckets: Sequence[slice], ops: Any = numpy_ops
     ) -> None:
-        self.axis, self.gradients, self.buckets, self.ops = axis, gradients, buckets, ops
+        self.axis, self.total, self.gradients, self.buckets, self.ops = axis, total, gradients, buckets, ops
         runs = [run_of(total, rank, axis.size) for rank in range(axis.size)]
         self._roots = [subtrees(run.start, len(run))[1] for run in runs]
         self._completes, _ = subtrees(runs[axis.rank].start, len(runs[axis.rank]))
@@ -187,14 +187,14 @@ def buckets_of(region: slice, layout: Parameters, largest: int, least: int) -> l
     return make_buckets(region.stop, layout.multiple, largest, least, region.start, max(begins, default=region.start))
 
 
-def cut_around(uncut: Set[str], layout: Parameters, buckets: Sequence[slice], step: int) -> list[slice]:
-    """``buckets`` with their ends moved a little, so that none splits a tensor of ``uncut``.
+def cut_around(unsplittable: Set[str], layout: Parameters, buckets: Sequence[slice], step: int) -> list[slice]:
+    """``buckets`` with their ends moved a little, so that none splits a tensor of ``unsplittable``.
 
     A bucket ends at a multiple of ``step`` or where a tensor begins.
     """
     first = buckets[0].start
     ends = np.union1d(range(0, layout.flat.size + 1, step), [span.start for span in layout.spans.values()])
-    for name in uncut & layout.spans.keys():
+    for name in unsplittable & layout.spans.keys():
         span = layout.spans[name]
         ends = ends[(ends <= span.start) | (span.stop <= ends)]
     stops = dict.fromkeys(int(ends[np.abs(ends - bucket.stop).argmin()]) for bucket in buckets)
@@ -213,12 +213,12 @@ def share_out(buckets: Sequence[slice], ranks: int) -> dict[int, int]:
 class Buckets(NamedTuple):
     """How the gradients of a rank lie in memory, and how they are summed over ranks."""
 
-    multiple: int  # elements
-    nbytes: int  # of a bucket
-    least: int  # bytes of the last buckets
-    sharded: bool  # whether each rank holds a part of the optimizer's state (ZeRO-1)
-    uncut: frozenset[str] = frozenset()  # tensors that sharding must not split, of all stages
-    twice: bool = False  # whether the next rank also holds a rank's part
+    multiple: int = 1  # elements
+    nbytes: int = 4 << 20  # of a bucket
+    least: int = 4 << 20  # bytes of the last buckets
+    sharded: bool = False  # ZeRO-1: each rank holds the sum and the state of its parts of the buckets only
+    unsplittable: frozenset[str] = frozenset()  # tensors that one rank holds whole; its parts are then whole buckets
+    mirrored_shards: bool = False  # whether a rank also holds the parts of the rank before it
     shapes: Mapping[str, Shape] = MappingProxyType({})  # of the trained tensors, in memory order
     stacked: Mapping[str, Sequence[str]] = MappingProxyType({})  # name -> the tensors that are read as one
     regions: Sequence[Collection[str]] = ()  # the tensors of each region
@@ -237,10 +237,7 @@ class DataParallel:
     - ``gradients``: a tensor that another stage of a pipeline holds too has a region of its own, so that its buckets
       and parts are the same on both stages.
     - ``ops``: the operations on the arrays of ``gradients``, such as those of NumPy.
-    - ``sharded``: ZeRO-1.  Only this rank's parts of the buckets, ``parts()``, hold the sum.  The length of
-      ``gradients.flat`` must then be a multiple of the number of ranks.
-    - ``uncut``: tensors that one rank must hold whole.  With ``sharded``, a rank's parts are then whole buckets.
-    - ``twice``: a rank also holds the parts of the rank before it.  ``own`` returns its parts without these.
+    - ``buckets``: if ``sharded``, the length of ``gradients.flat`` must be a multiple of the number of ranks.
     - ``compress``: the format in which buckets are sent.  ``residual`` then holds the compression error of this rank
       so far.  ``exact`` ranks of ``reduction.replicas`` with consecutive numbers add exactly before they compress.
     - ``in_order``: the number of micro-batches of all ranks, for a deterministic sum.  The caller then calls ``add`` of
@@ -248,20 +245,19 @@ class DataParallel:
     """
 
     def __init__(
-        self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *,
-        in_order: int | None = None,
-        bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
-        uncut: Set[str] = frozenset(), compress: str = "none", exact: int = 1, twice: bool = False,
+        self, reduction: Reduction, gradients: Parameters, buckets: Buckets, ops: Any = numpy_ops, *,
+        in_order: int | None = None, compress: str = "none", exact: int = 1,
     ) -> None:  # fmt: skip
         self.replicas, batch, self.others = reduction
-        self.gradients, self.ops, self.exact, self.sharded, self.twice = gradients, ops, exact, sharded, twice
-        sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
+        self.gradients, self.ops, self.exact, unsplittable = gradients, ops, exact, buckets.unsplittable
+        self.sharded, self.mirrored_shards = buckets.sharded, buckets.mirrored_shards
+        sizes = [size // gradients.flat.dtype.itemsize for size in (buckets.nbytes, buckets.least)]
         even = [buckets_of(region, gradients, *sizes) for region in gradients.regions]
         self._owners: dict[int, int] = {}  # start of a whole bucket -> its rank
-        if sharded and uncut:
+        if self.sharded and unsplittable:
             ranks = self.replicas.size
             small = [buckets_of(region, gradients, *(size // ranks for size in sizes)) for region in gradients.regions]
-            every = [cut_around(uncut, gradients, buckets, gradients.multiple // ranks) for buckets in small]
+            every = [cut_around(unsplittable, gradients, each, gradients.multiple // ranks) for each in small]
             # The last region comes first, so that its owners do not depend on the other regions.
             self._owners = share_out([bucket for buckets in reversed(every) for bucket in buckets], ranks)
         else:
@@ -338,7 +334,7 @@ class DataParallel:
             self.tree.finish(whole=not self.sharded or bool(self._owners))
         self._wait()
         self._missing = []
-        if self.twice:
+        if self.mirrored_shards:
             comm, rank, size, flat = self.replicas.comm, self.replicas.rank, self.replicas.size, self.gradients.flat
             after, before = (rank + 1) % size, (rank - 1) % size
             for bucket in self.buckets:
@@ -351,7 +347,7 @@ class DataParallel:
 
     def normed(self) -> list[slice] | None:
         """The slices whose squares this rank adds to the norm, so that each counts once; None: all of ``parts()``."""
-        return self.own() if self.twice else None
+        return self.own() if self.mirrored_shards else None
 
     def synchronize(self) -> None:
         """Wait for all gathers."""
@@ -361,10 +357,10 @@ class DataParallel:
     # ZeRO-1.
 
     def parts(self) -> list[slice]:
-        """The slices that this rank updates: all, or its part of each bucket (and with ``twice`` its neighbour's)."""
+        """The slices that this rank updates: all, or its part of each bucket, and any that it mirrors."""
         if not self.sharded:
             return [slice(0, self.gradients.flat.size)]
-        if not self.twice:
+        if not self.mirrored_shards:
             return self.own()
         ranks = sorted({self.replicas.rank, (self.replicas.rank - 1) % self.replicas.size})
         return [self.part(bucket, rank) for bucket in self.buckets for rank in ranks]

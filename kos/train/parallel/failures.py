@@ -53,7 +53,7 @@ class Stop:
     """Whether this rank was asked to stop.  A second signal ends the process."""
 
     def __init__(self) -> None:
-        self.asked = self._at_once = False
+        self.requested = self._at_once = False
         self.number = SIGNALS[0]  # of the signal
         self.leaves = False
         """Whether this rank may leave while others go on."""
@@ -68,9 +68,9 @@ class Stop:
         self._wakeup, self._writer = -1, cast("int | None", None)  # file descriptors: before, and of ``announce``
 
     @property
-    def wish(self) -> int:
+    def stop_request(self) -> int:
         """What was asked for: nothing (0), STOP or LEAVE. Ctrl-C always asks for the end of the run."""
-        return (LEAVE if self.leaves and self.number != signal.SIGINT else STOP) if self.asked else 0
+        return (LEAVE if self.leaves and self.number != signal.SIGINT else STOP) if self.requested else 0
 
     def listen(self, until_restored: bool = False) -> None:
         """Handle the signals, in the main thread: Python allows no other one to. Elsewhere they stay the caller's.
@@ -110,7 +110,7 @@ class Stop:
         os.set_blocking(writer, False)
         self._wakeup, self._writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
         threading.Thread(target=watch, name="kos-signals", daemon=True).start()
-        if self.asked:
+        if self.requested:
             os.write(writer, bytes([self.number]))
 
     def request(self, number: int, frame: FrameType | None = None) -> None:
@@ -118,7 +118,7 @@ class Stop:
 
         Raises Stopped in a block of ``at_once`` if the signal asks this rank to stop.
         """
-        self.asked, self.number = True, signal.Signals(number)
+        self.requested, self.number = True, signal.Signals(number)
         self.ignore()
         self._check()
 
@@ -128,7 +128,7 @@ class Stop:
             signal.signal(number, self._before.get(number) or signal.SIG_DFL)
 
     def _check(self) -> None:
-        if self.wish == STOP and self._at_once:  # a rank that leaves does so after the first step
+        if self.stop_request == STOP and self._at_once:  # a rank that leaves does so after the first step
             raise Stopped("asked to stop")
 
     @contextmanager
@@ -231,7 +231,7 @@ def raised_on_every_rank() -> Iterator[None]:
 
 def stop_together(comm: Communicator, stop: Stop) -> None:
     """Raise ``Stopped`` on all ranks if the end of the run was requested on any.  Takes about 50 µs."""
-    if any(comm.all_gather_bytes(b"!" * (stop.wish == STOP))):
+    if any(comm.all_gather_bytes(b"!" * (stop.stop_request == STOP))):
         raise Stopped("asked to stop")
 
 

@@ -22,8 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kos.train.ops import Array
-from kos.train.ops.parameters import overlap
-from kos.train.parallel.data import DataParallel, TreeSum
+from kos.train.ops.parameters import Parameters, overlap
+from kos.train.parallel.data import DataParallel, TreeSum, make_buckets
+from kos.train.parallel.mesh import ALONE, Axis
 from kos.train.parallel.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -48,29 +49,34 @@ class Gradients(NamedTuple):
 
 
 class GradientSums:
-    """The sums of a rank whose first stage is ``model``, with ``micro_batches`` per step.
+    """The sums of a rank whose first stage is ``model``."""
 
-    ``tied_apart``: this rank holds only one of a tied embedding and its head. ``lookups``: with ``--deterministic``,
-    the sum of the gradients of a tied embedding's lookups.
-    """
-
-    def __init__(
-        self, model: Any, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
-        lookups: TreeSum | None = None,
-    ) -> None:  # fmt: skip
-        self.model, self.parallel, self.micro_batches = model, parallel, micro_batches
-        self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
-        placements, tensor = model.config.placements(model.config.local(0, model.tensor.size)), model.tensor
-        self.replicated = {name for name in self.gradients if placements[name].along("tp") is None}
-        """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
-        self.copied = {name for name in self.gradients if (split := placements[name].along("tp")) and split.copies > 1}
+    def __init__(self, model: Any, parallel: DataParallel, pipeline: Pipeline) -> None:
+        config, tensor, gradients = model.config, model.tensor, parallel.gradients
+        self.model, self.parallel, self.gradients = model, parallel, gradients
+        self.micro_batches, embedding = pipeline.schedule.micro_batches, config.embedding
+        copies, placements = dict[str, Axis](), config.placements(config.local(0, tensor.size))
+        for name in gradients:  # by tensor, the ranks of tp that hold the same part, if there are several
+            if (split := placements[name].along("tp")) is None or split.copies > 1:
+                copies[name] = tensor.axis if split is None else tensor.copies
         self._holders: dict[str, Communicator] = {}
         """For each tensor with copies outside the ranks of ``parallel``: the communicator of its holders."""
         if tensor.size > 1 and parallel.tree is None:
-            self._holders |= dict.fromkeys(self.replicated, tensor.axis.comm)
-            self._holders |= dict.fromkeys(self.copied, tensor.copies.comm) if self.copied else {}
-        if tied_apart and pipeline.ends is not None and model.config.embedding in self.gradients:
-            self._holders[model.config.embedding] = pipeline.ends
+            self._holders |= {name: axis.comm for name, axis in copies.items()}
+        self.normed = {name for name in gradients if copies.get(name, ALONE).rank == 0}
+        """The tensors that count in the norm of the gradient on this rank: each part on one of those that hold it."""
+        if config.tie_word_embeddings and model.holds_first != model.holds_last:  # tied across stages
+            if pipeline.ends is not None and embedding in gradients:
+                self._holders[embedding] = pipeline.ends
+            self.normed -= {embedding} if model.holds_last else set()
+        self.lookups: TreeSum | None = None
+        """With ``--deterministic``, the sum of the gradients of a tied embedding's lookups."""
+        if (tree := parallel.tree) and config.tie_word_embeddings and model.holds_first and embedding in gradients:
+            table, multiple = {LOOKUPS: gradients[embedding].shape}, gradients.multiple
+            apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
+            longest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
+            buckets = make_buckets(apart.flat.size, multiple, longest, longest)
+            self.lookups = TreeSum(tree.axis, tree.total, apart, buckets, parallel.ops)
 
     def of(self, micro_batch: int) -> Gradients:
         """Where a backward writes gradients, and the function to call when one is complete."""

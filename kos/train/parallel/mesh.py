@@ -40,11 +40,11 @@ class Layout:
         if ranks % rest or dp not in (None, ranks // rest):
             named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
             sizes = {axis: n for axis, n in named.items() if n is not None and (n > 1 or axis == "dp")}
-            asked = " ".join(f"--{axis} {n}" for axis, n in sizes.items())
+            given = " ".join(f"--{axis} {n}" for axis, n in sizes.items())
             product = rest * (dp or 1)
             got = " × ".join(map(str, sizes.values())) + f" = {product}" * (len(sizes) > 1)
             expected = f"a divisor of {ranks} (ranks)" if dp is None else f"{plural(ranks, 'rank')} in all"
-            raise SettingError(asked, expected, got, hint=f"{plural(product, 'rank')} would do", also=[*sizes])
+            raise SettingError(given, expected, got, hint=f"{plural(product, 'rank')} would do", also=[*sizes])
         return cls(pp, ranks // rest, cp, tp)
 
     @property

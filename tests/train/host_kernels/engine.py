@@ -231,7 +231,7 @@ def _invalidate_if_aborted(addresses, count, report):
         report[1] = -1
 
 
-def _agree(report, reports, ranks, columns, state):
+def _check_in_step(report, reports, ranks, columns, state):
     theirs = reports.reshape(ranks, columns)[:, 1:3]
     if (theirs != report[1:3]).any() or (theirs[:, 0] < 0).any():
         state[SCALARS.index("halted")] = 1
@@ -272,7 +272,7 @@ def _update(rule, weights, gradients, state, copy, chunks, groups, scalars, seed
         copy[start : start + length] = weights[here]
 
 
-_OPTIMIZER = KERNELS | {"agree": _agree, "invalidate_if_aborted": _invalidate_if_aborted}
+_OPTIMIZER = KERNELS | {"check_in_step": _check_in_step, "invalidate_if_aborted": _invalidate_if_aborted}
 
 
 def pending():

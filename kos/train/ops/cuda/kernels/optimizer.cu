@@ -2,7 +2,7 @@
 //
 // `squares` leaves the sum of squares of each chunk of the gradients, `finish_norm` adds them up (between the two,
 // ranks that hold parts of the gradients may add up each other's).  The chunks do not depend on how many ranks there
-// are, so neither do the bits of the norm.  In a pipeline the chunks differ too.  There `exact_squares` adds squares
+// are, so neither do the bits of the norm.  In a pipeline the chunks differ too.  There `reproducible_squares` adds squares
 // without rounding, in units that follow from the `largest` gradient of all ranks.  `prepare`, one thread, reads the
 // step counter, evaluates the schedule, folds averaging and clipping into one factor, and counts the step.  It counts
 // the update too unless this is skipped: the bias of Adam's moments depends on the number of updates.  A norm that is
@@ -56,9 +56,9 @@ extern "C" __global__ void __launch_bounds__(256) largest(const GRADIENT* gradie
 }
 
 // partial (2, stride): sums that add up over chunks and ranks without rounding, for at most 2^count_bits gradients
-// (see `exact_squares` of kos.train.ops.numpy_optimizer).  If a gradient is not finite, its chunk's sum is not either.
+// (see `reproducible_squares` of kos.train.ops.numpy_optimizer).  If a gradient is not finite, its chunk's sum is not either.
 extern "C" __global__ void __launch_bounds__(256)
-exact_squares(const GRADIENT* gradients, const Chunk* chunks, double* partial, long stride, const int* most,
+reproducible_squares(const GRADIENT* gradients, const Chunk* chunks, double* partial, long stride, const int* most,
               int count_bits) {
     constexpr int V = 16 / sizeof(GRADIENT);
     const Chunk chunk = chunks[blockIdx.x];
@@ -119,7 +119,7 @@ extern "C" __global__ void invalidate_if_aborted(const unsigned long long* addre
 // reports (ranks, columns): of each rank whether it stops, its epoch and its step, as in this rank's own `report`.  No
 // step counts any more once one differs: a collective that was ended leaves the report of an earlier step, or none.
 extern "C" __global__ void __launch_bounds__(32)
-agree(const double* report, const double* reports, int ranks, int columns, State* state) {
+check_in_step(const double* report, const double* reports, int ranks, int columns, State* state) {
     for (int rank = threadIdx.x; rank < ranks; rank += 32) {
         const double* theirs = reports + long(rank) * columns;
         if (theirs[1] != report[1] || theirs[2] != report[2] || theirs[1] < 0) state->halted = 1;

@@ -21,7 +21,7 @@ from kos.transfer.plan import Array as Described
 from kos.transfer.scales import BlockScales
 
 
-class Held:
+class LocalArrays:
     """The flattened memory of the arrays, their layout, and a copier for each of their GPUs.
 
     ``writable`` is True on a subscriber, which writes to its arrays, and False on a publisher.  The layout numbers the
