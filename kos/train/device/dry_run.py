@@ -46,7 +46,7 @@ from kos.train.ops.protocol import Ops
 from kos.train.optim import MatrixRule, UpdateRule, elements, state_of
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.gradients import Weights
-from kos.train.parallel.mesh import Axis, Layout, Mesh
+from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.step import Step
@@ -138,8 +138,8 @@ class Job(NamedTuple):
     @property
     def exact(self) -> int:
         """See ``Mesh.exact``."""
-        local = self.network.local(self.layout, "dp", "cp")
-        return local if local < self.layout.dp * self.layout.cp else 1
+        local = self.network.local(self.layout, *DENSE)
+        return local if local < self.layout.replicas else 1
 
     def parts(self, stage_rank: int) -> tuple[Local, ...]:
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
@@ -167,7 +167,7 @@ class TimedMesh(Mesh):
         self._clock, self._network, self._of_a_host = clock, job.network, job.layout.ranks // job.network.hosts
         super().__init__(cast(Communicator, Link(clock, "world", rank, job.layout.ranks)), job.layout)
         for name, of_mesh in AXES.items():
-            axes = ("dp", "cp") if name == "gradients" else (name,)
+            axes = DENSE if name == "gradients" else (name,)
             setattr(self, of_mesh, self._link(name, getattr(self, of_mesh), job.network.local(job.layout, *axes)))
 
     def _link(self, name: str, axis: Axis, local: int = 0) -> Axis:
