@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kos.train.device import Device
-from kos.train.device.dry_run import DryOps, plan_memory
-from kos.train.device.memory_plan import GIB, plan_buckets
+from kos.train.device.dry_run import GIB, DryOps, plan_buckets, plan_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import Batch, Loss
 from kos.train.ops import numpy as numpy_ops

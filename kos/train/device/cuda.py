@@ -36,8 +36,7 @@ from kos.memory.sharded import Sharded
 from kos.train.checkpoint.state import WritePlan
 from kos.train.data.batches import Batches
 from kos.train.device import Device, Piece
-from kos.train.device.dry_run import plan_memory, slow_attention
-from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
+from kos.train.device.dry_run import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory, slow_attention
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
