@@ -132,13 +132,13 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("C in _core", 4_116, lines("C", "_core")),
         Bound("Python in interop", 1_406, lines("Python", "interop")),
         Bound("Python in transfer", 1_988, lines("Python", "transfer")),
-        Bound("Python in train", 16_728, lines("Python", "train")),
+        Bound("Python in train", 16_799, lines("Python", "train")),
         Bound("Python in tests", for_tests, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_658, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
         Bound(f"files of over {MOST_IN_FILE} lines in the library and _core", 0, len(long), found=long),
-        Bound(f"files of over {MOST_IN_FILE} lines in train", 2, len(of_train), found=of_train),
+        Bound(f"files of over {MOST_IN_FILE} lines in train", 0, len(of_train), found=of_train),
     ]
 
 

@@ -192,10 +192,6 @@ class Backend(ABC):
         """
         return Backoff()
 
-    def sleep(self, seconds: float | None) -> bool:
-        """Wait until a message makes progress, for at most ``seconds``.  Returns False if the library cannot wait."""
-        return False
-
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""
 

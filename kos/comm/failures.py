@@ -283,8 +283,10 @@ class FailureLog:
             return [world]
 
         def decided() -> bool:
+            if all(map(status.ended, ranks)) or rank in self._alone or not status.is_connected:
+                return True
             progress()
-            return all(map(status.ended, ranks)) or rank in self._alone or not status.is_connected
+            return False
 
         wait(decided, time.monotonic() + HOST_SECONDS)
         if not all(map(status.ended, ranks)):

@@ -46,7 +46,6 @@ class PeerStatus:
         self.last: KosError | None = None
         self.cut_short: list[Any] = []
         """The failure logs of the groups of which a signal's handler has ended a step half-way (``FailureLog``)."""
-        self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
         self._asked = self._answered = self._queried = -ANSWER_SECONDS * 2  # when this rank sent, answered or got one
         self._silent = list[int]()  # the ranks to name because the hub did not forward the last query
@@ -151,16 +150,15 @@ class PeerStatus:
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
-        self._wait = None if ranks is None else tuple(ranks)
-        if self._wait is None:
+        if ranks is None:
             self.waits.pop(self._rank, None)
         else:
-            self.waits[self._rank] = self._wait
+            self.waits[self._rank] = tuple(ranks)
             self._answer()  # a query may have come shortly before this wait
 
     def _awaits(self) -> tuple[int, ...] | None:
         """The ranks that this rank waits for, itself or on its GPU."""
-        wait, queued = self._wait, self.queued
+        wait, queued = self.waits.get(self._rank), self.queued
         if wait is None and queued:
             return tuple(dict.fromkeys(rank for each in queued.values() for rank in each))
         return wait

@@ -107,7 +107,9 @@ def _announce_frozen(run: Any) -> None:
         return
     adapters, lora = "", model.lora
     if lora is not None and run.base is not None:
-        adapters = f": adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; the base is "
+        scale = f"{lora.alpha:g}{' (rslora)' * lora.rslora}"
+        where = f" in layers {', '.join(map(str, lora.layers))}" * bool(lora.layers)
+        adapters = f": adapters of rank {lora.rank}, alpha {scale}, of {', '.join(lora.targets)}{where}; the base is "
         adapters += f"{run.base['path']} ({run.base['sha256'][:12]})"
     say(f"{trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}){adapters}")
     if config.pp > 1 and config.pp_schedule == "zero-bubble-v":

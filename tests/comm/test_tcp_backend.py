@@ -154,14 +154,14 @@ def test_a_message_that_another_operation_has_read_ends_a_wait():
         def has_slept():
             return any(call.args[0] for call in epoll.poll.call_args_list)
 
-        transport.poller.progress = read
+        mark, transport.poller.progress = transport.poller.mark(), read
         first.wait()
         assert not has_slept()
         second.wait()
         epoll.poll.reset_mock()
-        transport.sleep(0.001)  # what has arrived since the last sleep may have ended an operation
+        transport.poller.pause(mark, 0.001)  # what has arrived since the mark may have ended an operation
         assert not has_slept()
-        transport.sleep(0.001)
+        transport.poller.pause(transport.poller.mark(), 0.001)
         assert has_slept()
 
     TCPRanks(2).run(body)

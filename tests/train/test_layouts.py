@@ -61,6 +61,7 @@ NEAR = [
     run(Layout(pp=3), pp_schedule=V, tied=True),  # a stage has no layer
     run(Layout(cp=3), family="smollm3", seq_len=30, documents="pack"),
     run(Layout(tp=2), trained="lora", lora_targets=("q_proj", "down_proj"), batch_size=8),
+    run(Layout(pp=2, tp=2), trained="lora", lora_targets=(r".*[.]1[.].*(q|o|up)_proj",), recompute="block"),
     run(TWO, layers=1, tied=True), run(TWO, layers=3, tied=True, pp_schedule=V),  # the last stage has only the head
 ]  # fmt: skip
 

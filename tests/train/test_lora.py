@@ -22,11 +22,13 @@ from tests.train.models import part_of, small
 LORA: dict[str, Any] = {"lora": 4, "lr": 3e-2}
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj",), ("o_proj", "down_proj"), ("gate_proj",)], ids=str)
-def test_products_in_8_bits(targets):
+@pytest.mark.parametrize(("targets", "layers"), [
+    ((), ()), (("q_proj",), ()), (("o_proj", "down_proj"), ()), (("gate_proj",), ()), (("up_proj", "o_proj"), (1,)),
+], ids=str)  # fmt: skip
+def test_products_in_8_bits(targets, layers):
     """Adapters read inputs and gradients in 16 bits, whichever others are in 8 bits, saved or computed again."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 8}
-    how = {**LORA, "lora_targets": targets, "batch_size": 2, **sizes}
+    how = {**LORA, "lora_targets": targets, "lora_layers": layers, "batch_size": 2, **sizes}
     (wide,) = layouts.train(Layout(), CpuDevice, 2, False, 3, **how)
     (saved,) = layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", **how)
     np.testing.assert_allclose(saved["rows"][:, 0], wide["rows"][:, 0], rtol=0.05)
@@ -116,6 +118,12 @@ def test_a_table_trains_its_tensors_at_its_rate():
     ("changes", "said"),
     [
         ({"lora": 4, "lora_targets": ("lm_head",)}, "--lora-targets: expected some of q_proj, .*, got lm_head"),
+        ({"lora": 4, "lora_targets": ("x.*",)}, r"--lora-targets: expected a regular expression that .*, got x\.\*"),
+        ({"lora": 4, "lora_targets": ("x(",)}, r"argument: lora_targets: expected names .*, got x\( \(missing \)"),
+        ({"lora": 4, "lora_targets": ("x.*", "q_proj")}, "expected names of .*, or one regular expression, got x.*"),
+        ({"lora": 4, "lora_layers": (4,)}, "--lora-layers: expected numbers from 0 to 3, got 4"),
+        ({"lora": 4, "lora_layers": ("a",)}, "lora_layers.*: expected a valid integer, got 'a'"),
+        ({"rslora": True}, "rslora: expected none without adapters"),
         ({"freeze": ("*.attention.*",)}, r"--freeze: expected a pattern that matches a tensor, .*got \*.attention"),
         ({"groups": [{"pattern": "x*"}]}, r"groups: expected a pattern that matches a tensor, .*got x\*"),
         *(({"groups": [table]}, "groups")

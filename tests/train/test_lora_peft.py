@@ -16,11 +16,10 @@ from kos.train import load
 from kos.train.checkpoint import adapter, huggingface
 from kos.train.config.flags import parse
 from kos.train.layers.lora import is_adapter
-from kos.train.model.families import Olmo2Config, Qwen2Config, Qwen3Config
-from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.families import GPT2Config, Olmo2Config, Qwen2Config, Qwen3Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
-from kos.train.model.peft import CONFIG, model_of
+from kos.train.model.peft import CONFIG, model_of, to_peft
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.parameters import Parameters
 from tests.goldens import distance, sketch
@@ -63,16 +62,16 @@ def drawn(name: str, shape: list[int]) -> np.ndarray:
     return (np.random.RandomState(crc32(name.encode())).standard_normal(shape) * 0.2).astype(np.float32)
 
 
-def adapted(family: str, targets: list[str] | str, rank: int = 5) -> Any:
+def adapted(family: str, targets: list[str] | str, rank: int = 5, **more: Any) -> Any:
     """The model of peft."""
     model = precise(FAMILIES[family], base_weights(family))
-    settings = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **more)
     return peft.get_peft_model(model, settings)
 
 
-def of_peft(family: str, targets: list[str] | str, folder: Path, rank: int = 5) -> dict[str, Any]:
+def of_peft(family: str, targets: list[str] | str, folder: Path, rank: int = 5, **more: Any) -> dict[str, Any]:
     """The folder that peft writes, its logits, its loss, and the gradients of the adapters."""
-    model = adapted(family, targets, rank)
+    model = adapted(family, targets, rank, **more)
     adapters = {name.replace(".default", ""): w for name, w in model.named_parameters() if "lora" in name}
     with torch.no_grad():
         for name, weight in adapters.items():
@@ -83,7 +82,8 @@ def of_peft(family: str, targets: list[str] | str, folder: Path, rank: int = 5) 
     model.save_pretrained(folder)
     saved = json.loads((folder / CONFIG).read_text())
     del saved["base_model_name_or_path"], saved["peft_version"]
-    saved["target_modules"].sort()
+    if isinstance(saved["target_modules"], list):
+        saved["target_modules"].sort()
     return {
         "config": saved, "logits": sketch(logits.detach().numpy()), "loss": loss.item(),
         "shapes": {name: [*tensor.shape] for name, tensor in load_file(folder / adapter.WEIGHTS).items()},
@@ -105,9 +105,39 @@ def test_logits_and_gradients_of_a_folder_of_peft(base, kind, tmp_path, golden):
     targets = TARGETS[base.name][kind == "some-matrices"] if kind != "all-linear" else kind
     theirs = golden(f"{base.name}, {kind}", lambda: of_peft(base.name, targets, tmp_path / "theirs"))
     assert (kind == "all-linear") == all(".0." in each or ".1." in each for each in theirs["config"]["target_modules"])
-    folder = write_folder(theirs, base, tmp_path)
-    assert distance(load(folder).logits(TOKENS), theirs["logits"]) < 1e-5
+    check_folder(theirs, base, write_folder(theirs, base, tmp_path))
 
+
+PATTERN = {"gpt2": r".*\.(0\.attn\.c_attn|1\.mlp\.c_(fc|proj))"}
+OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {  # the settings of peft, and the flags of kos
+    "rslora": ({"use_rslora": True}, ["--rslora"]),
+    "layers": ({"layers_to_transform": [1]}, ["--lora-layers=1"]),
+    "pattern": ({}, []),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_settings_of_peft(base, kind, tmp_path, golden):
+    """A run with the flags of kos writes the same settings."""
+    targets, (more, flags) = TARGETS[base.name][1], OTHERS[kind]
+    pattern = PATTERN.get(base.name, r".*\.0\..*(q|v)_proj|.*1\.mlp\.(up|down)_proj")
+    wanted = targets if kind != "pattern" else pattern
+    theirs = golden(f"{base.name}, {kind}", lambda: of_peft(base.name, wanted, tmp_path / "theirs", **more))
+    folder = write_folder(theirs, base, tmp_path / "written")
+    check_folder(theirs, base, folder)
+    flags = [f"--init-from={base}", "--lora=5", "--lora-alpha=8", *flags]
+    flags += [f"--lora-targets={wanted if kind == 'pattern' else ','.join(wanted)}"]
+    for of_run in (flags, [f"--init-from={folder}"]):
+        lora = parse(of_run).model_config_for(97).lora
+        assert lora == model_of(folder).lora
+    settings = to_peft(model_of(folder), str(base))
+    expected = {**theirs["config"], "base_model_name_or_path": str(base)}
+    assert settings == {name: expected[name] for name in settings} | {"inference_mode": True}
+
+
+def check_folder(theirs: dict[str, Any], base: Path, folder: Path) -> None:
+    """The logits, the loss and the gradients of kos are those of peft."""
+    assert distance(load(folder).logits(TOKENS), theirs["logits"]) < 1e-5
     config = model_of(folder)
     weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
     files = adapter.Joined(huggingface.weight_files(base, config.base.parameter_shapes()),

@@ -20,7 +20,8 @@ CONFIG: dict[str, Any] = {"steps": 9, "pp": 2, "schedule": "wsd", "warmup_steps"
 OTHER: dict[str, Any] = {
     "data": "text", "val_data": "text", "eval_data": ["a=b"], "text_field": "body",
     "tokenizer": "bytes", "elastic": "1:2", "join": "file", "out": "elsewhere", "resume": "auto", "prompt": "a",
-    "lora_targets": ["q_proj"], "freeze": ["*"], "keep_best": "val_loss", "publish": "host:1", "tracker": ["wandb"],
+    "lora_targets": ["q_proj"], "lora_layers": [0],
+    "freeze": ["*"], "keep_best": "val_loss", "publish": "host:1", "tracker": ["wandb"],
     "preset": "1b", "init_from": "folder", "epochs": 2, "fit": "whole", "groups": [{"pattern": "*", "lr": 2.0}],
     "model.layer_types": ["full_attention"], "model.no_rope_layers": [0], "model.model_type": "qwen3",
     "model.rope_scaling": {"rope_type": "linear", "factor": 2.0},
@@ -131,6 +132,7 @@ def test_what_changes_no_bit_changes_none(text, tmp_path):
     ("optimizer", {}, {"optimizer": "muon"}), ("freeze", {}, {"freeze": ["*embed*"]}), ("lora", {}, {"lora": 2}),
     ("lora_alpha", {"lora": 2}, {"lora": 2, "lora_alpha": 3.0}),
     ("lora_targets", {"lora": 2}, {"lora": 2, "lora_targets": ["q_proj"]}),
+    ("rslora", {"lora": 2}, {"lora": 2, "rslora": True}), ("lora_layers", {"lora": 2}, {"lora": 2, "lora_layers": [0]}),
 ])  # fmt: skip
 def test_another_state_is_refused(text, tmp_path, key, first, second):
     _train(text, tmp_path / "base", steps=1)

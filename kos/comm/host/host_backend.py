@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,6 +81,7 @@ class HostBackend:
         self.arrays: SharedArrays | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._aborting = False
+        self._slept_at: Any = 0  # the mark of the transport's waiter at the last sleep
         self.failures.reporters.append(self.transport)
         try:
             self._share_memory(rendezvous)
@@ -162,11 +164,13 @@ class HostBackend:
 
     def waiter(self) -> Any:
         """Shared memory has no events: a wait polls, unless it waits only for other hosts."""
+        outside = self.transport.waiter()
         if not self.shares_memory:
-            return self.transport.waiter()
-        return Backoff(self.crowded, None if self.one_host else self._sleep)
+            return outside
+        has_events = not self.one_host and type(outside) is not Backoff
+        return Backoff(self.crowded, partial(self._sleep, outside) if has_events else None)
 
-    def _sleep(self, seconds: float | None, polled: bool) -> bool:
+    def _sleep(self, outside: Any, seconds: float | None, polled: bool) -> bool:
         """Wait for an event of the transport if the operation in flight waits for other hosts.  Returns whether it did.
 
         Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
@@ -174,7 +178,9 @@ class HostBackend:
         inside = self._shared_memory is not None and bool(self._shared_memory.active)
         if self.scheduled.arriving or len(self.engine.active) != 1 or (inside and not polled):
             return False
-        return self.transport.sleep(0.001 if inside else seconds)
+        mark, self._slept_at = self._slept_at, outside.mark()
+        outside.pause(mark, 0.001 if inside else seconds)  # returns at once after an event since the last sleep
+        return True
 
     def prepare(self, o: Operation) -> Prepared:
         """How calls like ``o`` run, on any arrays; sends nothing.  Raises InvalidArgument for one that cannot run."""

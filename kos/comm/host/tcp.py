@@ -99,7 +99,6 @@ class TCPTransport(Backend):
     ) -> None:  # fmt: skip
         super().__init__(rendezvous, engine)
         self.poller = poller or Poller()
-        self._slept_at = 0  # the mark of the poller at the last ``sleep``
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
         self.calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
         self._complete: deque[int] = deque()  # the tags of those that are complete
@@ -132,11 +131,6 @@ class TCPTransport(Backend):
 
     def waiter(self) -> Any:
         return self.poller
-
-    def sleep(self, seconds: float | None) -> bool:
-        mark, self._slept_at = self._slept_at, self.poller.mark()
-        self.poller.pause(mark, seconds)  # returns at once if something has arrived since the last sleep
-        return True
 
     def successor(self, rendezvous: ControlPlane) -> Callable[[ControlPlane, Engine], Backend]:
         links = {self.failures.world[rank]: peer.link for rank, peer in self.peers.items()}
@@ -296,7 +290,9 @@ class TCPTransport(Backend):
 
     def _linger(self, over: Callable[[], bool]) -> None:
         def poll() -> bool:
+            if over():
+                return True
             self.poller.progress()
-            return over()
+            return False
 
         wait(poll, time.monotonic() + _CLOSE_SECONDS)

@@ -3,10 +3,10 @@
 ``execute`` is a generator: it runs all instructions that are ready, and yields when all others wait for messages.
 All ranks of the group run it with the same schedule and sizes, each over its own buffers.
 
-A schedule's steps are compiled into instructions on ranges of elements, once for a schedule, rank, size and dtype
-width; the cache holds 256.  Messages over 256 KiB are split into segments, at most 64 of a message.  An instruction
-runs as soon as those before it that touch the same elements are done.  So one segment is added while the next is in
-flight, and a segment is forwarded before later ones have arrived.
+A schedule's steps are compiled into instructions, which are steps on elements instead of chunks, once for a schedule,
+rank, size and dtype width; the cache holds 256.  Messages over 256 KiB are split into segments, at most 64 of a
+message.  An instruction runs as soon as those before it that touch the same elements are done.  So one segment is added
+while the next is in flight, and a segment is forwarded before later ones have arrived.
 
 There is no deadlock, even if a send is done only when it is received.  Messages between two ranks are posted in the
 schedule's order on both sides.  An instruction waits only for earlier ones, and a round's sends never wait for its
@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,16 +31,6 @@ MAX_SEGMENTS = 64
 """The most segments of a message, which bounds the number of instructions."""
 STAGING_SLOTS = 8
 """Segments that may be in flight or arrived and not yet reduced."""
-
-
-class _Instruction(NamedTuple):
-    kind: str  # send, recv, copy, reduce
-    space: str
-    start: int
-    stop: int
-    peer: int = -1
-    source_space: str = ""
-    source_start: int = 0
 
 
 def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str, np.ndarray],
@@ -91,14 +81,14 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
                 (messages if instructions[i].peer >= 0 else local).append(i)
         if messages:
             i = messages.popleft()
-            kind, space, start, stop, peer, *_ = instructions[i]
+            kind, space, start, span, peer, *_ = instructions[i]
             post = transport.isend if kind == "send" else transport.irecv
-            active[kind, peer].append((post(spaces[space][start:stop], peer, tag), i))
+            active[kind, peer].append((post(spaces[space][start : start + span], peer, tag), i))
             over = after_post[i]
         elif local:
             i = local.popleft()
-            kind, space, start, stop, _, source_space, source = instructions[i]
-            target, operand = spaces[space][start:stop], spaces[source_space][source:source + stop - start]
+            kind, space, start, span, _, source_space, source = instructions[i]
+            target, operand = spaces[space][start : start + span], spaces[source_space][source : source + span]
             if kind == "reduce":
                 reduce(target, operand)
             else:
@@ -122,7 +112,7 @@ class _Program:
     """A rank's instructions in schedule order, with their dependencies."""
 
     def __init__(self, grain: int, scratch: dict[str, int]) -> None:
-        self.instructions: list[_Instruction] = []
+        self.instructions: list[Step] = []
         self.waits: list[int] = []  # the number of events that each waits for
         self.after_post: list[list[int]] = []  # instructions that wait until its message is posted
         self.after_done: list[list[int]] = []  # instructions that wait until it is done
@@ -131,15 +121,15 @@ class _Program:
         self.touched: dict[tuple[str, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
         self.last_posted: dict[tuple[str, int], int] = {}
 
-    def add(self, instruction: _Instruction) -> None:
-        kind, space, start, stop, peer, source_space, source = instruction
+    def add(self, instruction: Step) -> None:
+        kind, space, start, span, peer, source_space, source = instruction
         i = len(self.instructions)
         self.instructions.append(instruction)
         self.after_post.append([])
         self.after_done.append([])
-        before = self._conflicts(space, start, stop, i, writes=kind != "send")
+        before = self._conflicts(space, start, start + span, i, writes=kind != "send")
         if source_space:
-            before |= self._conflicts(source_space, source, source + stop - start, i, writes=False)
+            before |= self._conflicts(source_space, source, source + span, i, writes=False)
         before.discard(i)
         for j in before:
             self.after_done[j].append(i)
@@ -176,17 +166,17 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
         length = schedule.start(chunk + span, elements) - schedule.start(chunk, elements)
         segment = max(SEGMENT_BYTES // itemsize, -(-length // MAX_SEGMENTS), 1)
         for a in range(0, length, segment):
-            start, stop = (offset(space, chunk) + end for end in (a, min(a + segment, length)))
+            start, size = offset(space, chunk) + a, min(segment, length - a)
             if kind == "recv_reduce":
                 slot = f"staging {staged % STAGING_SLOTS}"
-                staged, program.scratch[slot] = staged + 1, max(program.scratch.get(slot, 0), stop - start)
-                program.add(_Instruction("recv", slot, 0, stop - start, peer))
-                program.add(_Instruction("reduce", space, start, stop, source_space=slot))
+                staged, program.scratch[slot] = staged + 1, max(program.scratch.get(slot, 0), size)
+                program.add(Step("recv", slot, 0, size, peer))
+                program.add(Step("reduce", space, start, size, -1, slot, 0))
             elif source_space:
                 source = offset(source_space, source_chunk) + a
-                program.add(_Instruction(kind, space, start, stop, -1, source_space, source))
+                program.add(Step(kind, space, start, size, -1, source_space, source))
             else:
-                program.add(_Instruction(kind, space, start, stop, peer))
+                program.add(Step(kind, space, start, size, peer))
     program.touched.clear()
     return program
 

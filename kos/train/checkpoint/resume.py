@@ -184,6 +184,7 @@ def check_adapters(found: Checkpoint, config: TrainConfig, model: LlamaConfig, b
         expected, got = (
             "all weights" if each is None
             else f"--lora {each.rank} --lora-alpha {each.alpha:g} --lora-targets {','.join(each.targets)}"
+            f"{' --rslora' * each.rslora}{f' --lora-layers {str(each.layers)[1:-1]}' * bool(each.layers)}"
             for each in (ours, theirs)
         )  # fmt: skip
         raise CheckpointError(f"{found.path}: expected a run that trains {expected}, got one with {got}").about("lora")

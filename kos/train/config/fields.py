@@ -167,8 +167,13 @@ class Fields(Section, use_attribute_docstrings=True):
     """Train adapters of rank N (LoRA) of the layers' matrices, and freeze the model of --init-from."""
     lora_alpha: float | None = option(None, "2 × --lora", changes="state", gt=0)
     """What an adapter adds is multiplied by X / rank."""
+    rslora: bool = option(False, changes="state")
+    """Multiply what an adapter adds by --lora-alpha / sqrt(rank) (rank-stabilized LoRA)."""
     lora_targets: tuple[str, ...] = option((), "all matrices of layers", changes="state", several=True)
-    """Matrices that have adapters, such as q_proj,v_proj; repeat the flag, or separate names by commas."""
+    """Matrices that have adapters, such as q_proj,v_proj; repeat the flag, or separate names by commas. Or a regular
+    expression that matches whole names, such as '.*[.][0-3][.].*(q|v)_proj'."""
+    lora_layers: tuple[int, ...] = option((), "all layers", changes="state", several=True)
+    """Layers that have adapters, counted from 0, such as 0,1; repeat the flag, or separate numbers by commas."""
     freeze: tuple[str, ...] = option((), "none", changes="state", metavar="PATTERN", several=True)
     """Do not train tensors whose names match PATTERN, such as 'model.layers.[01].*'; repeat the flag for several."""
     groups: tuple[GroupSection, ...] = ()
@@ -298,11 +303,27 @@ class Fields(Section, use_attribute_docstrings=True):
     def _several(cls, given: Any) -> Any:
         return tuple(given) if isinstance(given, list) else (given,) if isinstance(given, str) else given
 
-    @field_validator("tracker", "lora_targets", mode="before")
+    @field_validator("tracker", "lora_targets", "lora_layers", mode="before")
     @classmethod
-    def _names(cls, given: Any) -> tuple[str, ...]:
-        words = given if isinstance(given, list | tuple) else [given]
-        return tuple(dict.fromkeys(name.strip() for word in words for name in str(word).split(",")))
+    def _names(cls, given: Any, about: ValidationInfo) -> tuple[Any, ...]:
+        words, found = map(str, given if isinstance(given, list | tuple) else [given]), list[Any]()
+        for word in words:
+            found += [word] if re.search(r"[^\w\s,.-]", word) else [name.strip() for name in word.split(",")]
+        if about.field_name == "lora_layers":
+            found = [int(name) if name.isdecimal() else name for name in found]
+        return tuple(dict.fromkeys(found))
+
+    @field_validator("lora_targets")
+    @classmethod
+    def _one_pattern(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        patterns = [each for each in given if re.fullmatch(r"[\w.]+", each) is None]
+        try:
+            wrong = "" if not patterns else " and ".join(given) if len(given) > 1 else re.compile(patterns[0]) and ""
+        except re.error as error:
+            wrong = f"{patterns[0]} ({error})"
+        if wrong:
+            raise SettingError("lora_targets", "names of matrices, or one regular expression", wrong)
+        return given
 
     @field_validator("text_field", mode="before")
     @classmethod
@@ -332,7 +353,8 @@ class Fields(Section, use_attribute_docstrings=True):
             if self.publish is not None:
                 raise SettingError("publish", "none", self.publish, "elastic")
         self._check_best()
-        if self.lora is None and (given := [x for x in ("lora_alpha", "lora_targets") if getattr(self, x)]):
+        of_lora = ("lora_alpha", "rslora", "lora_targets", "lora_layers")
+        if self.lora is None and (given := [name for name in of_lora if getattr(self, name)]):
             raise SettingError(given[0], "none without adapters (--lora)", getattr(self, given[0]), "lora")
         if self.publish_every != 1 and self.publish is None:
             raise SettingError("publish_every", "1 without --publish", self.publish_every)

@@ -80,7 +80,7 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
         if peft.is_folder(folder):
             peft.model_of(folder)  # checks the targets
             lora, folder = peft.read(folder, trains=True)
-            adapters = dict(zip(("lora", "lora_alpha", "lora_targets"), lora, strict=True))
+            adapters = dict(zip(("lora", "lora_alpha", "lora_targets", "rslora", "lora_layers"), lora, strict=True))
         model = read_config(folder)
     except CheckpointError as error:
         raise ConfigError(f"--init-from: {error}") from None

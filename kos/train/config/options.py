@@ -256,7 +256,8 @@ class TrainConfig(Fields):
             raise SettingError(where, expected, self.model.vocab_size).about("vocab_size", "tokenizer")
         model = resolve(self.model, vocab_size, self.seq_len)
         if self.lora is not None:
-            model = model.adapted(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_targets)
+            alpha = self.lora_alpha or 2.0 * self.lora
+            model = model.adapted(self.lora, alpha, self.lora_targets, self.rslora, self.lora_layers)
         names = model.parameter_shapes()
         for where, patterns in ("--freeze", self.freeze), ("groups", [each.pattern for each in self.groups]):
             if unknown := [pattern for pattern in patterns if not matching(names, pattern)]:

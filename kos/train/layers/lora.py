@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers: out += (alpha / rank) x A^T B^T, with A (rank, in) and B (out, rank).
+"""Low-rank adapters of linear layers: out += scale x A^T B^T, with A (rank, in) and B (out, rank).
 
 LoRA: Hu et al. 2021, arXiv:2106.09685. The names of tensors and the meaning of settings are those of the library peft.
 The matrix itself is frozen, so its backward has no matmul for the weight's gradient. The matmuls for the gradients of A
@@ -12,6 +12,8 @@ the backward of a column-parallel one. It is added to the partial sum of the mat
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,15 +26,40 @@ A, B = "lora_A.weight", "lora_B.weight"
 
 
 class Lora(NamedTuple):
-    """The settings of a model's adapters.  ``targets`` are the last parts of matrices' names, such as ``q_proj``."""
+    """The settings of a model's adapters."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    """The last parts of matrices' names, such as ``q_proj``; or one regular expression, which matches a whole name
+    without ``.weight``."""
+
+    rslora: bool = False
+    """Whether ``alpha`` is divided by the square root of the rank (Kalajdzievski 2023, arXiv:2312.03732)."""
+
+    layers: tuple[int, ...] = ()
+    """The numbers of the layers that have adapters; () for all."""
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def pattern(self) -> str | None:
+        """The regular expression, if the targets are one."""
+        return next(filter(is_pattern, self.targets), None)
+
+    def adapts(self, name: str) -> bool:
+        """Whether a matrix of a layer has an adapter."""
+        if self.pattern is not None:
+            return re.fullmatch(self.pattern, name.removesuffix(".weight")) is not None
+        number = next(int(part) for part in name.split(".") if part.isdigit())
+        return module_of(name) in self.targets and (not self.layers or number in self.layers)
+
+
+def is_pattern(target: str) -> bool:
+    """Whether a target is a regular expression, and not the last part of a name."""
+    return re.fullmatch(r"[\w.]+", target) is None
 
 
 def is_adapter(name: str) -> bool:
@@ -48,13 +75,13 @@ def module_of(name: str) -> str:
 class Adapters:
     """The adapters of those members of ``linear`` (``kos.train.layers.linear``) that ``lora`` names.
 
-    ``lows`` has one array (N, rank) for each adapted member: x A^T times alpha / rank.  ``d_lows`` has the gradients of
-    x A^T.
+    ``lows`` has one array (N, rank) for each adapted member: x A^T times ``Lora.scale``.  ``d_lows`` has the gradients
+    of x A^T.
     """
 
     def __init__(self, linear: Any, lora: Lora) -> None:
         self.linear, self.lora = linear, lora
-        at = [(number, name) for number, name in enumerate(linear.members) if module_of(name) in lora.targets]
+        at = [(number, name) for number, name in enumerate(linear.members) if lora.adapts(name)]
         self.members = {number: name.removesuffix("weight") for number, name in at}
         """By the number of an adapted member, the prefix of the names of its adapter's tensors."""
 
@@ -87,7 +114,7 @@ class Adapters:
     # --- forward -----------------------------------------------------------------------------------------
 
     def forward(self, ctx: PassContext, x: Array, lows: Sequence[Array], rows: slice) -> None:
-        """Compute lows[rows] = x A^T alpha / rank; ``x`` has only these rows."""
+        """Compute lows[rows] = scale x A^T; ``x`` has only these rows."""
         ops = ctx.ops.of_adapters
         for name, low in zip(self.members.values(), lows, strict=True):
             ops.low_rank(x, ops.matrix(ctx.weights, name + A), low[rows], True, self.lora.scale, False, ctx.arena)
@@ -106,11 +133,11 @@ class Adapters:
     # --- backward ----------------------------------------------------------------------------------------
 
     def backward(self, ctx: PassContext, d_out: Array, lows: Sequence[Array], d_lows: Sequence[Array]) -> None:
-        """Compute d_lows = d_out B alpha / rank, and the gradient of B."""
+        """Compute d_lows = scale d_out B, and the gradient of B."""
         ops, (of, accumulate, final) = ctx.ops.of_adapters, ctx.into
         for name, low, d_low, d in zip(self.members.values(), lows, d_lows, self._columns(ctx, d_out), strict=True):
             ops.low_rank(d, ops.matrix(ctx.weights, name + B), d_low, False, self.lora.scale, False, ctx.arena)
-            if name + B in of:  # low includes the factor alpha / rank of this gradient
+            if name + B in of:  # low includes the factor ``scale`` of this gradient
                 ops.linear_weight_gradient(d, low, ops.matrix(of, name + B), accumulate, ctx.arena)
                 final(name + B)
 

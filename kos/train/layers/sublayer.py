@@ -70,6 +70,11 @@ class Sublayer:
             linear.adapt(lora)
         self.norm.written = self.column.adapters is not None
 
+    @property
+    def adapted(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the matrices in both products that have adapters."""
+        return tuple(tuple(each.adapters.members if each.adapters else ()) for each in (self.column, self.row))
+
     def placements(self, shard: int, shards: int) -> dict[str, Sharded]:
         """Of each tensor, in the order in which the backward finishes their gradients."""
         found = (self.after.placements() if self.after else {}) | self.core_placements()

@@ -6,7 +6,7 @@ Field names, tensor names and layouts (linears are (out, in)) are Hugging Face's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate, chain
 from typing import Any, ClassVar, NamedTuple, Self
@@ -169,19 +169,29 @@ class LlamaConfig(ModelShape):
         """The model without adapters."""
         return self.replace(lora=None)
 
-    def adapted(self, rank: int, alpha: float, targets: Iterable[str] = ()) -> Self:
-        """The model with adapters of all matrices of its layers, or of ``targets`` alone.
+    def adapted(
+        self, rank: int, alpha: float, targets: Sequence[str] = (), rslora: bool = False, layers: Sequence[int] = ()
+    ) -> Self:
+        """The model with adapters of all matrices of its layers; or of ``targets``, in ``layers``, if these are given.
 
-        SettingError if the layers have no matrix of such a name.
+        SettingError if the layers have no matrix of such a name, or the model has no such layer.
         """
+        if missing := [number for number in layers if not 0 <= number < self.num_hidden_layers]:
+            raise SettingError("--lora-layers", f"numbers from 0 to {self.num_hidden_layers - 1}", missing[0])
         (layer,) = self.layers([0])
         known = list(dict.fromkeys(
             module_of(name) for each in layer for linear in (each.column, each.row) for name in linear.members
         ))  # fmt: skip
-        if unknown := [name for name in targets if name not in known]:
-            raise SettingError("--lora-targets", f"some of {', '.join(known)}", unknown[0])
-        lora = Lora(rank, alpha, tuple(name for name in known if name in (targets or known)))
-        return self.replace(lora=lora)
+        lora = Lora(rank, alpha, tuple(targets), rslora, tuple(sorted({*layers})))
+        if lora.pattern is None:
+            if unknown := [name for name in targets if name not in known]:
+                raise SettingError("--lora-targets", f"some of {', '.join(known)}", unknown[0])
+            lora = lora._replace(targets=tuple(name for name in known if name in (targets or known)))
+        adapted = self.replace(lora=lora)
+        if not any(map(is_adapter, adapted.parameter_shapes())):
+            expected = f"a regular expression that matches matrices, such as {next(iter(layer[0].column.members))}"
+            raise SettingError("--lora-targets", expected.removesuffix(".weight"), lora.pattern)
+        return adapted
 
     def first_layers(self, layers: int) -> Self:
         """The same model with its first layers only."""

@@ -155,9 +155,14 @@ class Model:
             flight.saved = [self._save(layer, x, flight.seq_len, flight.arena) for layer, x in each]
         with self.arena.scope():
             saved = flight.saved
-            if flight.inputs and not saved:  # nothing is saved, so all layers use the same memory
-                first, *others = self._save(self.layers[0], x_nD, flight.seq_len, self.arena)
-                saved = [[first._replace(x_nD=x), *others] for x in flight.inputs]
+            if flight.inputs and not saved:  # nothing is saved, so layers of the same adapters use the same memory
+                shared = dict[Any, list[Saved]]()
+                for layer, x in zip(self.layers, flight.inputs, strict=True):
+                    kind = tuple(sublayer.adapted for sublayer in layer)
+                    if kind not in shared:
+                        shared[kind] = self._save(layer, x_nD, flight.seq_len, self.arena)
+                    first, *others = shared[kind]
+                    saved = [*saved, [first._replace(x_nD=x), *others]]
             self._forward(ctx, [*itertools.chain(*map(_calls, self.layers, saved, after))])
         return flight.out_nD
 

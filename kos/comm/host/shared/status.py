@@ -75,7 +75,8 @@ class SharedStatus(PeerStatus):
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         super().post_wait(ranks)
-        self._post(WAITS, 0 if self._wait is None else _flag(self._wait) or _SOMEBODY)
+        wait = self.waits.get(self._rank)
+        self._post(WAITS, 0 if wait is None else _flag(wait) or _SOMEBODY)
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         super().post_queued(key, ranks)
