@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,13 +55,14 @@ def find_source(run: Any) -> Source:
     run.found = resume.find(config, run.checkpoints, run.console.progress)
     if run.found is None and config.resume:
         run.console.say(f"no checkpoint in {run.checkpoints}: starting a new run")
+    today = {"template_date": f"{date.today()}"}
     if run.found is None:
         check_free(run, 0, -1)
         if config.init_from is not None:
             huggingface.check_weights(base := peft.base_of(Path(config.init_from)))
             for folder in {Path(config.init_from): None, base: None}:
                 checkpoint.compare_weights(folder, run.console.progress)
-        return Source(config.init_from)
+        return Source(config.init_from, data_settings=today)
     path, step, _, updates = run.found
     saved_step = step if path.parent.resolve() == run.checkpoints.resolve() else -1
     check_free(run, step, saved_step)
@@ -69,7 +71,7 @@ def find_source(run: Any) -> Source:
     theirs = read_config(path)
     resume.check_model(path, theirs, resolve(config.model, theirs.vocab_size, config.seq_len))
     updates = resume.warn_of_updates(run.found) if updates is None else updates
-    return Source(str(path), step, saved_step, True, resume.data_settings(run.found.config), updates)
+    return Source(str(path), step, saved_step, True, today | resume.data_settings(run.found.config), updates)
 
 
 def check_source(run: Any) -> None:

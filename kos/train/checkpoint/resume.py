@@ -61,7 +61,7 @@ def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], ob
 def data_settings(about: Mapping[str, Any]) -> dict[str, Any]:
     """The settings by which a run reads its data, from its description in config.json or in a checkpoint."""
     theirs = about.get("config", {}) | about.get("derived", {})
-    return {name: theirs[name] for name in ("fit", "hold_out") if name in theirs}
+    return {name: theirs[name] for name in ("fit", "hold_out", "template_date") if name in theirs}
 
 
 class Residuals:
