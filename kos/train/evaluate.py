@@ -23,7 +23,7 @@ from kos.train import missing
 SETTINGS = (
     *("text_field", "token_dtype", "loss_on", "split_turns", "split_special_tokens", "documents", "fit"),
     *("long_documents", "seq_len", "device", "dp", "tp", "pp", "cp", "backend", "dtype", "fp8_head"),
-    *("micro_batch_size", "debug", "timeout", "allow_lost_content"),
+    *("micro_batch_size", "debug", "timeout", "allow_lost_content", "fields", "template_date"),
 )
 """The settings of ``kos train`` that this command also has."""
 

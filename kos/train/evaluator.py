@@ -22,8 +22,7 @@ from kos.train import checkpoint
 from kos.train.checkpoint import adapter
 from kos.train.checkpoint.state import Tensors
 from kos.train.config import preset_values
-from kos.train.config.fine_tuning import FINE_TUNING_SEQ_LEN, model_of
-from kos.train.config.options import TrainConfig, build
+from kos.train.config.options import FINE_TUNING_SEQ_LEN, TrainConfig, build, model_of
 from kos.train.data import Shard, Tokens
 from kos.train.data.batches import LEFT_OUT, Dataset, load_held_out, sum_over
 from kos.train.data.choices import Question, read_questions

@@ -28,7 +28,7 @@ from kos.train import missing
 
 SETTINGS = (
     "tokenizer", "val_data", "hold_out", "text_field", "loss_on", "split_turns", "split_special_tokens",
-    "allow_lost_content",
+    "allow_lost_content", "fields", "template_date",
 )  # fmt: skip
 """The settings of ``kos train`` that this command also has."""
 
@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with printing():
         size += f" ({tokenizer_from_json(manifest['tokenizer']).name})"
         print(f"{out}: {size}, {time.monotonic() - begin:.1f} s; held out for validation: {manifest['held_out']}")
+        if written := manifest.get("template_date"):
+            print(f"the chat template writes the date {written} (--template-date)")
         if unused := manifest.get("unused"):
             print(f"without effect: --text-field (no record has the field {' or '.join(unused)})")
     return 0

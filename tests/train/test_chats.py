@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import DataError
+from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
 from kos.train.data import Tokens
 from kos.train.data.batches import load_data
@@ -542,6 +542,31 @@ def test_prompts_and_completions_of_messages(tmp_path):
     assert seen[0] == seen[1] and 0 < sum(seen[0][1]) < len(seen[0][1]) / 2
     with refused(DataError, "expected text in the field 'prompt', got prompt: ["):
         load_data(parse(["--data", str(write_lines(path, [{"prompt": [USER], "completion": "b"}])), *flags]))
+
+
+def test_messages_of_another_name(tmp_path):
+    folder, flags = folder_of(tmp_path, BOTH), ["--hold-out", "0", "--seq-len", "4", "--fit", "cut"]
+    seen = []
+    for name, more in (("messages", []), ("dialog", ["--fields", "messages=dialog"])):
+        path = write_lines(tmp_path / f"{name}.jsonl", [{name: [USER, ANSWER]}])
+        data = load_data(parse(["--data", str(path), "--tokenizer", str(folder), *flags, *more]))
+        seen.append([each.tolist() for each in data.train.window(0, data.train.size)])
+    assert seen[0] == seen[1]
+
+
+def test_a_template_writes_a_date(tmp_path):
+    """That of ``--template-date``, on which the tokens depend; else today's.  The log has it."""
+    folder, path = folder_of(tmp_path, "{{ strftime_now('%d %b %Y') }}|" + BOTH), tmp_path / "chats.jsonl"
+    write_lines(path, [{"messages": [USER, ANSWER]}] * 2)
+    for date, written in (("2026-02-03", "03 Feb 2026"), ("2025-12-31", "31 Dec 2025")):
+        tokens, _, data = read(path, "--tokenizer", str(folder), "--template-date", date)
+        assert f"; the chat template writes the date {date} (--template-date)" in data.held_out
+        assert data_text(folder, tokens).startswith(f"{written}|")
+    (rendered,) = ChatTemplate("{{ strftime_now('%Y-%m-%d %H:%M') }}" + BOTH, {}, path).prompt([USER], "here")[:1]
+    assert re.match(r"\d{4}-\d\d-\d\d 00:00<", rendered)
+    for given in ("2026-02-30", "today"):
+        with refused(ConfigError, "--template-date: expected a date ("):
+            parse(["--template-date", given])
 
 
 def test_all_wrong_records_of_a_file_are_counted(tmp_path, caplog):

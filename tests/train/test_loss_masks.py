@@ -91,6 +91,25 @@ def test_only_completions_count(tmp_path, folder):
     assert data_text(folder, ones) == "c<|end|><|begin|>de<|end|>f<|end|><|end|>"
 
 
+def test_fields_of_other_names(tmp_path):
+    """``--fields`` gives kos's names; other forms in a record are then ignored, and fields of the same form are not."""
+    for number, (names, line) in enumerate((
+        ("prompt=q,response=a", {"q": "ab", "a": "cd", "text": "x", "messages": []}),
+        ("response=a", {"prompt": "ab", "a": "cd", "text": "x"}), ("completion=a", {"prompt": "ab", "a": "cd"}),
+        ("prompt=completion,completion=prompt", {"completion": "ab", "prompt": "cd"}),
+    )):
+        path = write_lines(tmp_path / f"{number}.jsonl", [line, line])
+        tokens, counted, _ = read(path, "--fields", names)
+        assert (bytes(tokens), counted) == (b"abcd", [False, False, True, True])
+    with refused(DataError, f"--data {path}, line 1: expected the field 'q' (--fields prompt=q), got the fields comp"):
+        read(path, "--fields", "prompt=q,completion=completion")
+    for given, expected in (("q=prompt", "NAME=FIELD with names of prompt, "), ("prompt", "NAME=FIELD with names of")):
+        with refused(ConfigError, f"--fields: expected {expected}"):
+            parse(["--fields", given])
+    with refused(ConfigError, "--fields: expected none (--text-field), got prompt=q"):
+        parse(["--fields", "prompt=q", "--text-field", "a"])
+
+
 def data_text(folder: Path, tokens: list[int]) -> str:
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
     return str(library.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens, skip_special_tokens=False))

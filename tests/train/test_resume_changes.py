@@ -18,7 +18,8 @@ from tests.train.tokenizer_files import byte_level_bpe
 
 CONFIG: dict[str, Any] = {"steps": 9, "pp": 2, "schedule": "wsd", "warmup_steps": 3, "lr": 1e-3, "fit": "cut"}
 OTHER: dict[str, Any] = {
-    "data": "text", "val_data": "text", "eval_data": ["a=b"], "text_field": "body",
+    "data": "text", "val_data": "text", "eval_data": ["a=b"], "text_field": "body", "fields": ["prompt=q"],
+    "template_date": "2020-01-02",
     "tokenizer": "bytes", "elastic": "1:2", "join": "file", "out": "elsewhere", "resume": "auto", "prompt": "a",
     "lora_targets": ["q_proj"], "lora_layers": [0],
     "freeze": ["*"], "keep_best": "val_loss", "publish": "host:1", "tracker": ["wandb"],
@@ -160,6 +161,8 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tokenizer": ("lines", {}, {"tokenizer": "bpe"}),
     "split_special_tokens": ("lines", {"tokenizer": "bpe"}, {"split_special_tokens": False}),
     "split_turns": ("turns", {"tokenizer": "bpe"}, {"split_turns": True}),
+    "fields": ("lines", {}, {"fields": ["completion=body"]}),
+    "template_date": ("turns", {"tokenizer": "bpe", "template_date": "2026-01-02"}, {"template_date": "2025-01-02"}),
 }  # fmt: skip
 """Of each option that declares ``data``: what is read, with which other settings, and with another value."""
 
@@ -174,7 +177,8 @@ def test_other_data_has_another_fingerprint(key, tmp_path, monkeypatch):
     Path("numbers.bin").write_bytes(bytes(range(1, 101)) * 4)
     Path("bpe").mkdir()
     byte_level_bpe([line["completion"] for line in LINES], 300, []).save("bpe/tokenizer.json")
-    Path("bpe/tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": CHAT}))
+    chat = "{{ strftime_now('%Y') }}" * (key == "template_date") + CHAT
+    Path("bpe/tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": chat}))
     data, common, changed = READ[key]
     common = {"data": data, "seq_len": 8, "batch_size": 2, **common}
     before, now = (load_data(TrainConfig.from_preset("tiny", **common, **how)) for how in ({}, {"seed": 3}))

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 KINDS = "text, .jsonl, .csv, .tsv, .parquet, .json, a folder of kos tokenize, or token files"
 """The kinds of data that kos reads, for help and errors."""
 
+RECORD_FIELDS = (
+    "prompt", "completion", "response", "messages", "conversations", "instruction", "input", "output", "system",
+    "tools", "text",
+)  # fmt: skip
+"""The names that ``--fields`` gives to fields of records; ``response`` is another name of ``completion``."""
+
 HOLD_OUT = 0.1
 """The fraction that is held out for validation: of a file, or of the files of a folder."""
 

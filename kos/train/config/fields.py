@@ -8,13 +8,14 @@ key, what was expected and what was got.
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from kos.errors import SettingError
-from kos.train.config import KINDS, GroupSection, OptimizerName, by_source, weighted
+from kos.train.config import KINDS, RECORD_FIELDS, GroupSection, OptimizerName, by_source, weighted
 from kos.train.model import Section, option
 from kos.train.model.shape import ModelShape
 
@@ -61,6 +62,13 @@ class Fields(Section, use_attribute_docstrings=True):
     )
     """Field or column that holds the text, or the messages of a chat; SOURCE=NAME is that of one source. Repeat the
     flag for several sources."""
+    fields: tuple[str, ...] = option((), "none", changes="data", metavar="NAME=FIELD",
+        several=True)  # fmt: skip
+    """Fields of records that have other names in the data, such as prompt=question,response=answer or
+    messages=dialog; repeat the flag, or separate pairs by commas. The first names are prompt, completion (or response),
+    messages, conversations, instruction, input, output, system, tools and text."""
+    template_date: str | None = option(None, "today", changes="data", metavar="YYYY-MM-DD")
+    """The date that chat templates with strftime_now write."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(
         None, "llm.c's header", changes="data"
     )
@@ -303,12 +311,12 @@ class Fields(Section, use_attribute_docstrings=True):
     def _several(cls, given: Any) -> Any:
         return tuple(given) if isinstance(given, list) else (given,) if isinstance(given, str) else given
 
-    @field_validator("tracker", "lora_targets", "lora_layers", mode="before")
+    @field_validator("tracker", "lora_targets", "lora_layers", "fields", mode="before")
     @classmethod
     def _names(cls, given: Any, about: ValidationInfo) -> tuple[Any, ...]:
         words, found = map(str, given if isinstance(given, list | tuple) else [given]), list[Any]()
         for word in words:
-            found += [word] if re.search(r"[^\w\s,.-]", word) else [name.strip() for name in word.split(",")]
+            found += [word] if re.search(r"[^\w\s,.=-]", word) else [name.strip() for name in word.split(",")]
         if about.field_name == "lora_layers":
             found = [int(name) if name.isdecimal() else name for name in found]
         return tuple(dict.fromkeys(found))
@@ -323,6 +331,24 @@ class Fields(Section, use_attribute_docstrings=True):
             wrong = f"{patterns[0]} ({error})"
         if wrong:
             raise SettingError("lora_targets", "names of matrices, or one regular expression", wrong)
+        return given
+
+    @field_validator("fields")
+    @classmethod
+    def _renamed(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        ours = [each.partition("=")[0] for each in given]
+        for each, name in zip(given, ours, strict=True):
+            if name not in RECORD_FIELDS or not each.partition("=")[2] or ours.count(name) > 1:
+                raise SettingError("fields", f"NAME=FIELD with names of {', '.join(RECORD_FIELDS)}, each once", each)
+        return given
+
+    @field_validator("template_date")
+    @classmethod
+    def _date(cls, given: str | None) -> str | None:
+        try:
+            date.fromisoformat(given or "2000-01-01")
+        except ValueError as error:
+            raise SettingError("template_date", f"a date ({error})", given) from None
         return given
 
     @field_validator("text_field", mode="before")
@@ -352,6 +378,8 @@ class Fields(Section, use_attribute_docstrings=True):
                 raise SettingError("zero", "0 with muon", self.zero, "elastic")
             if self.publish is not None:
                 raise SettingError("publish", "none", self.publish, "elastic")
+        if self.fields and self.text_field is not None:
+            raise SettingError("fields", "none", ",".join(self.fields), "text_field")
         self._check_best()
         of_lora = ("lora_alpha", "rslora", "lora_targets", "lora_layers")
         if self.lora is None and (given := [name for name in of_lora if getattr(self, name)]):

@@ -30,8 +30,7 @@ from kos.train.config import (
     suggestion,
     unique_keys,
 )
-from kos.train.config.fine_tuning import Layer, with_model
-from kos.train.config.options import KEYS, TrainConfig, configure
+from kos.train.config.options import KEYS, Layer, TrainConfig, configure, with_model
 from kos.train.model import option_of
 
 NO_PATHS = (None, "stdlib", "auto", "bytes")

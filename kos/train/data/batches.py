@@ -448,6 +448,8 @@ def _load(
     if several:
         stays = config.documents == "pack"
         between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"
+    if written := about.get("template_date"):
+        between += f"; the chat template writes the date {written} (--template-date)"
     if about["masked"] and given is None:
         if not about["counted"]:
             expected = "expected completions or answers to train on"
@@ -480,7 +482,7 @@ def _ignored(corpus: Corpus, config: TrainConfig, about: Mapping[str, Any]) -> d
         if unused := about.get("unused"):
             found["text_field"] = f"no record of {corpus.name} has the field {' or '.join(unused)}"
         return found
-    names = ("text_field", "split_turns", "split_special_tokens", "allow_lost_content")
+    names = ("text_field", "fields", "template_date", "split_turns", "split_special_tokens", "allow_lost_content")
     of_text = [name for name in names if getattr(config, name) != ()]  # those of other sources alone
     written = ("token_dtype", "hold_out") if corpus.tokenized else ()
     found = dict.fromkeys(of_text, f"{corpus.name} has tokens")

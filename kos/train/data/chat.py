@@ -1,7 +1,7 @@
 """Renders chats as text with the chat template in the folder of a tokenizer.
 
 Templates are written in Jinja, with the extensions of transformers (src/transformers/utils/chat_template_utils.py). The
-function ``strftime_now`` is missing on purpose: training data must not depend on the date.
+function ``strftime_now`` gives the date of the run (``--template-date``), at midnight.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import reprlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from datetime import date, datetime, time
 from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from os.path import commonprefix
@@ -85,13 +86,14 @@ class _Layout(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template: its Jinja ``source``, read from the file ``path``.
+    """A chat template: its Jinja ``source``, read from the file ``path``.  It writes ``date``, by default today's.
 
     ``special`` maps the names that the template may use, such as ``eos_token``, to special tokens.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], path: Path) -> None:
+    def __init__(self, source: str, special: Mapping[str, str], path: Path, date: date | None = None) -> None:
         self.source, self.special, self.path = source, special, path
+        self.date = date or datetime.now().date()
         self._written: list[str] = []  # the pieces of the text that is being rendered
         self._spans: list[tuple[int, int]] = []
         self._layouts: dict[str, _Layout] = {}
@@ -386,6 +388,7 @@ class ChatTemplate:
         made = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         made.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False, **options})
         made.globals["raise_exception"] = fail
+        made.globals["strftime_now"] = datetime.combine(self.date, time()).strftime
         try:
             return made.from_string(self.source)
         except TemplateError as error:
@@ -437,8 +440,11 @@ def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"tools": tools, "documents": None, **others}
 
 
-def read_chat_template(tokenizer: str) -> ChatTemplate | None:
-    """The chat template in the folder that ``tokenizer``, a value of ``--tokenizer``, names; None if it has none."""
+def read_chat_template(tokenizer: str, date: date | None = None) -> ChatTemplate | None:
+    """The chat template in the folder that ``tokenizer``, a value of ``--tokenizer``, names; None if it has none.
+
+    It writes the ``date``, by default that of today.
+    """
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     path, alone = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # transformers writes the latter
     if tokenizer == "bytes":
@@ -453,4 +459,5 @@ def read_chat_template(tokenizer: str) -> ChatTemplate | None:
         special = {key: token["content"] if isinstance(token, dict) else token for key, token in named.items()}
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise DataError(f"{path}: expected JSON with a chat_template, got {error!r}") from None
-    return ChatTemplate(source, special, alone if alone.is_file() else path) if isinstance(source, str) else None
+    path = alone if alone.is_file() else path
+    return ChatTemplate(source, special, path, date) if isinstance(source, str) else None

@@ -28,10 +28,20 @@ from typing import Any, NamedTuple
 
 from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
-from kos.train.config import KINDS, WITHOUT
+from kos.train.config import KINDS
 from kos.train.data import has_magic
 from kos.train.data.chat import ChatTemplate
-from kos.train.data.messages import JSON, counts
+from kos.train.data.messages import (
+    CHATS,
+    FORMS,
+    JSON,
+    check_refused,
+    counts,
+    encodable,
+    messages_of,
+    renamed,
+    text_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +92,8 @@ class Lines(NamedTuple):
     token_dtype: str | None = None
     allow_lost_content: bool = False
     of_source: Mapping[str, str] = MappingProxyType({})
+    names: Mapping[str, str] = MappingProxyType({})
+    """The fields in the data of the names of kos (``--fields``)."""
 
     def of(self, source: str) -> Lines:
         """Those of one source."""
@@ -89,15 +101,6 @@ class Lines(NamedTuple):
 
 
 TEXT = Lines()
-
-CHATS = ("messages", "conversations", "instruction")
-FORMS = ("text", "completion", *CHATS)
-"""The fields by which a record is a text, a prompt with its completion, or a chat.  It may have one of them."""
-
-
-REFUSED = ("rejected", "label", "sample_weight", "loss_weight")
-"""Fields of preference data, and weights of records.  ``label`` is refused only if it is true or false (TRL's KTO)."""
-
 
 @dataclass(frozen=True)
 class Text:
@@ -338,7 +341,7 @@ def _parquet(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     with _library("pyarrow.parquet", "parquet", path).ParquetFile(path) as file:
         schema, field = file.schema_arrow, lines.text_field or "text"
         others = {*FORMS} & {*schema.names} - {field} if lines.text_field is None else ()
-        is_text = field in schema.names and not others and not schema.field(field).type.num_fields
+        is_text = not lines.names and field in schema.names and not others and not schema.field(field).type.num_fields
         columns = [field] if is_text else None
         batches = file.iter_batches(ROWS, columns=columns)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -416,6 +419,8 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
     if isinstance(value, DataError):
         raise value
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    if lines.names and fields:
+        fields = renamed(fields, lines.names, where)
     if (field := lines.text_field) not in fields:
         forms = FORMS if field is None else FORMS[1:]
         given = [name for name in forms if fields.get(name)]
@@ -428,63 +433,24 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
         asked = [{**each, "weight": 0} if isinstance(each, dict) else each for each in fields["prompt"]]
         fields, field = {**fields, "messages": [*asked, *fields["completion"]]}, "messages"  # as TRL has them
     if field in ("prompt", "completion") and field != lines.text_field:
-        prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
-        _check_refused(fields, where)
+        prompt, completion = (text_of(fields, name, where) for name in ("prompt", "completion"))
+        check_refused(fields, where)
         return [Document(((prompt, False), (completion, counts(fields, where))))]
     if field is not None and (isinstance(fields[field], list) if field == lines.text_field else field in CHATS):
-        messages = _messages_of(fields, field, where)
+        messages = messages_of(fields, field, where)
         if field != lines.text_field:  # else the user has chosen among the fields
-            _check_refused(fields, where)
+            check_refused(fields, where)
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "put a file chat_template.jinja into its folder, or put each chat into one field, as text"
             raise DataError(f"{where}: expected {expected}, got none; {how}").about("tokenizer")
         chats = template.documents(fields, messages, where, lines.split_turns, lines.allow_lost_content)
         for text, _ in itertools.chain.from_iterable(chats):
-            _encodable(text, "messages", where)
+            encodable(text, "messages", where)
         named = lines.text_field if field == lines.text_field else None
         return [Document(tuple(each), True, each is chats[-1], named, each.lost, each.lacking) for each in chats]
     if field is not None:
-        return [_text_of(fields, field, where)]
+        return [text_of(fields, field, where)]
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)
     kinds = f"the field {lines.text_field or 'text'!r} (--text-field), prompt and completion, or messages"
     raise DataError(f"{where}: expected {kinds}, got {got}")
-
-
-def _check_refused(fields: Mapping[str, Any], where: str) -> None:
-    """DataError for a field that would change what a chat or a completion teaches, and that kos does not read."""
-    for name in REFUSED:
-        if (got := fields.get(name)) is not None and (name != "label" or isinstance(got, bool)):
-            expected = f"a chat or a completion without the field {name!r}, which the trainer does not read"
-            raise DataError(f"{where}: expected {expected}, got {reprlib.repr(got)} (see {WITHOUT})")
-
-
-def _messages_of(fields: Mapping[str, Any], name: str, where: str) -> Any:
-    """The messages in the field ``name`` of a record, with its ``system`` prompt first."""
-    messages = fields[name]
-    if name == "instruction":
-        asked = "\n".join(_text_of(fields, each, where) for each in ("instruction", "input") if fields.get(each))
-        answer = _text_of(fields, "output", where)
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        if fields.get("history"):
-            raise DataError(f"{where}: expected messages for a chat of several turns, got the field 'history'")
-    if not isinstance(messages, list) or not fields.get("system"):
-        return messages
-    return [{"role": "system", "content": _text_of(fields, "system", where)}, *messages]
-
-
-def _text_of(fields: Mapping[str, Any], name: str, where: str) -> str:
-    text = fields.get(name)
-    if not isinstance(text, str):
-        got = f"{name}: {reprlib.repr(text)}" if name in fields else f"the fields {', '.join(fields)}"
-        raise DataError(f"{where}: expected text in the field {name!r}, got {got}")
-    return _encodable(text, name, where)
-
-
-def _encodable(text: str, name: str, where: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        got = f"{text[error.start]!r} at character {error.start}"
-        raise DataError(f"{where}: expected text in the field {name!r}, got {got}") from None
-    return text

@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,17 @@ _BEGINS = ("train.npy", "val.npy")
 
 def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
     """How files are read with these settings."""
-    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    fields = by_source(config.text_field)
+    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights), date_of(config)))
+    fields, renamed = by_source(config.text_field), dict(each.split("=", 1) for each in config.fields)
+    renamed |= {"completion": renamed.pop("response")} if "response" in renamed else {}
     return Lines(
-        fields.get(""), template, config.split_turns, config.token_dtype, config.allow_lost_content, fields
+        fields.get(""), template, config.split_turns, config.token_dtype, config.allow_lost_content, fields, renamed
     )  # fmt: skip
+
+
+def date_of(config: TrainConfig) -> date:
+    """The date that chat templates write."""
+    return date.today() if config.template_date is None else date.fromisoformat(config.template_date)
 
 
 def load_tokens(
@@ -169,19 +176,23 @@ def tokenizing(
     spec = _tokenizer_of_text(config, weights)
     tokenizer = given or make_tokenizer(spec)
     how: list[Any] = [{**tokenizer.to_json(), "name": ""}]
-    template = read_chat_template(spec)
+    template = read_chat_template(spec, date_of(config))
     how += [TOKENS_VERSION, config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
     how += [[each.text_field for each in corpus.lines]]
     how += ["lost content"] * config.allow_lost_content
+    how += [list(config.fields)] * bool(config.fields)
     how += [template.source, template.special] if template else []
+    dated = {"template_date": str(template.date)} if template and template.uses("strftime_now") else {}
+    how += [*dated.values()]
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 
     def make(folder: Path, key: str = "") -> dict[str, Any]:
-        return tokenize(
+        about = tokenize(
             folder, corpus, tokenizer, key=key, show=show, split_special_tokens=config.split_special_tokens,
             loss_on=config.loss_on,
         )  # fmt: skip
+        return about | dated
 
     return how, make
 

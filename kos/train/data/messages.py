@@ -1,4 +1,4 @@
-"""Checks the messages of a chat, gives them kos's names of keys and roles, and finds what a template leaves out."""
+"""Checks records and the messages of chats, gives them kos's names, and finds what a template leaves out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import DataError
-from kos.train.config import unique_keys
+from kos.train.config import WITHOUT, unique_keys
+
+CHATS = ("messages", "conversations", "instruction")
+FORMS = ("text", "completion", *CHATS)
+"""The fields by which a record is a text, a prompt with its completion, or a chat.  It may have one of them."""
+
+OPTIONAL = ("input", "system", "tools")
+"""Fields that only some records of a file may have."""
+
+REFUSED = ("rejected", "label", "sample_weight", "loss_weight")
+"""Fields of preference data, and weights of records.  ``label`` is refused only if it is true or false (TRL's KTO)."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
@@ -160,3 +170,60 @@ def _has(text: str, content: str) -> bool:
     forms = content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
     kept = "".join(text.split())
     return any("".join(form.split()) in kept for form in forms)
+
+
+# --- the fields of records ------------------------------------------------------------------------------
+
+
+def renamed(fields: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
+    """A record with the names of kos.  If ``names`` has a form, fields of other forms are ignored."""
+    missing = [name for name, field in names.items() if field not in fields and name not in OPTIONAL]
+    if missing:
+        wanted = f"{names[missing[0]]!r} (--fields {missing[0]}={names[missing[0]]})"
+        raise DataError(f"{where}: expected the field {wanted}, got the fields {', '.join(fields)}")
+    forms = {**{name: name for name in FORMS}, "prompt": "completion", "output": "instruction"}
+    form = next((forms[name] for name in names if name in forms), None)
+    others = {
+        name: value for name, value in fields.items()
+        if name not in names.values() and (form is None or forms.get(name, form) == form)
+    }  # fmt: skip
+    return others | {name: fields[field] for name, field in names.items() if field in fields}
+
+
+def check_refused(fields: Mapping[str, Any], where: str) -> None:
+    """DataError for a field that would change what a chat or a completion teaches, and that kos does not read."""
+    for name in REFUSED:
+        if (got := fields.get(name)) is not None and (name != "label" or isinstance(got, bool)):
+            expected = f"a chat or a completion without the field {name!r}, which the trainer does not read"
+            raise DataError(f"{where}: expected {expected}, got {reprlib.repr(got)} (see {WITHOUT})")
+
+
+def messages_of(fields: Mapping[str, Any], name: str, where: str) -> Any:
+    """The messages in the field ``name`` of a record, with its ``system`` prompt first."""
+    messages = fields[name]
+    if name == "instruction":
+        asked = "\n".join(text_of(fields, each, where) for each in ("instruction", "input") if fields.get(each))
+        answer = text_of(fields, "output", where)
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        if fields.get("history"):
+            raise DataError(f"{where}: expected messages for a chat of several turns, got the field 'history'")
+    if not isinstance(messages, list) or not fields.get("system"):
+        return messages
+    return [{"role": "system", "content": text_of(fields, "system", where)}, *messages]
+
+
+def text_of(fields: Mapping[str, Any], name: str, where: str) -> str:
+    text = fields.get(name)
+    if not isinstance(text, str):
+        got = f"{name}: {reprlib.repr(text)}" if name in fields else f"the fields {', '.join(fields)}"
+        raise DataError(f"{where}: expected text in the field {name!r}, got {got}")
+    return encodable(text, name, where)
+
+
+def encodable(text: str, name: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!r} at character {error.start}"
+        raise DataError(f"{where}: expected text in the field {name!r}, got {got}") from None
+    return text
