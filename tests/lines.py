@@ -23,7 +23,7 @@ FOLDERS = (
 LANGUAGES = {".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"}
 LIBRARY = ("comm", "cuda", "memory", "doctor", "testing")
 MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
-TESTS, KOS = 42_900, 42_561
+TESTS, KOS = 42_000, 42_561
 """Lines of Python that the tests were given when kos had ``KOS`` lines of code, in all languages (1d323cb8)."""
 
 _C = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -132,7 +132,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("C in _core", 4_116, lines("C", "_core")),
         Bound("Python in interop", 1_406, lines("Python", "interop")),
         Bound("Python in transfer", 1_988, lines("Python", "transfer")),
-        Bound("Python in train", 16_855, lines("Python", "train")),
+        Bound("Python in train", 16_851, lines("Python", "train")),
         Bound("Python in tests", for_tests, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_658, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),

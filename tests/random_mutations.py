@@ -2,11 +2,13 @@
 
     python -m tests.random_mutations --record [pytest arguments]
     python -m tests.random_mutations --count 100 [--seed N] [--inside kos/comm] [--without FILE] [pytest arguments]
+    python -m tests.random_mutations --again FILE [pytest arguments]
 
 The first command notes which functions of kos each test calls, in build/called.json.  The second changes one
 expression of a random function in a forked copy of this process, and runs tests that call it, the quickest first.
 ``--without`` names a file of tests, one a line, as pytest names them without parameters.  Defects are then drawn from
 the functions that they call, and a defect that only they see is told apart.  So it shows what is lost if they go.
+``--again`` plants the defects that such a command has printed into a file, to see whether later tests find them.
 Functions that only other processes call are not met.
 """
 
@@ -17,6 +19,7 @@ import gc
 import json
 import os
 import random
+import re
 import select
 import signal
 import sys
@@ -78,6 +81,24 @@ def defects(text: str, function: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             case ast.If(test=test) | ast.IfExp(test=test):
                 yield test, "True"
                 yield test, "False"
+
+
+PRINTED = re.compile(r"^(?:seen[\w ]*|MISSED|LOST): (\S+?):(\d+): (.*?) -> (.*?)  (\S.*)?$", re.M)
+"""A printed defect: file, line, the old text, the new text, and the test that fails."""
+
+
+def first_lines(text: str, node: ast.AST, new: str) -> tuple[str, str]:
+    return (ast.get_source_segment(text, node) or "").partition("\n")[0], new.partition("\n")[0]
+
+
+def find(text: str, line: int, changed: tuple[str, str]) -> tuple[int, ast.AST, str] | None:
+    """The first line of the function that has this defect in this line, what is changed there, and into what."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for function in [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)][::-1]:
+        for node, new in (each for part in function.body for each in defects(text, part)):
+            if getattr(node, "lineno", 0) == line and first_lines(text, node, new) == changed:
+                return min([function.lineno, *(each.lineno for each in function.decorator_list)]), node, new
+    return None
 
 
 def replaced(text: str, node: Any, new: str) -> str:
@@ -143,8 +164,9 @@ class Recording:
 class Mutating:
     """A plugin that runs, in place of the tests, some of them on each of many defects."""
 
-    def __init__(self, seed: int, count: int, inside: str, without: set[str]) -> None:
+    def __init__(self, seed: int, count: int, inside: str, without: set[str], again: str = "") -> None:
         self.random, self.count, self.inside, self.without = random.Random(seed), count, inside, without
+        self.again = PRINTED.findall(again)
         self.called = json.loads(CALLED.read_text())
         self.found = Counter[str]()
 
@@ -160,12 +182,32 @@ class Mutating:
             called = {place for place, found in tests.items() if not self.without.isdisjoint(map(function_of, found))}
             tests = defaultdict(list, {place: tests[place] for place in called})
         gc.unfreeze()  # functions that the collector does not pass over can be found
-        while sum(self.found.values()) < self.count:
+        for file, line, old, new, test in self.again:
+            self.found[self.plant_again(file, int(line), (old, new), test, tests, items)] += 1
+        while not self.again and sum(self.found.values()) < self.count:
             file, line = self.random.choice(sorted(tests))
             if became := self.defect(file, line, [items[test] for test in tests[file, line]]):
                 self.found[became] += 1
-        print(f"\n{dict(self.found)} of {self.count} defects")
+        print(f"\n{dict(self.found)} of {len(self.again) or self.count} defects")
         return True
+
+    def plant_again(self, file: str, line: int, changed: tuple[str, str], by: str, tests: Any, items: Any) -> str:
+        """Plant a defect that was printed before.  The test that has failed runs first."""
+        path = ROOT / file
+        text = path.read_text() if path.exists() else ""
+        if not (found := find(text, line, changed)):
+            print(f"not there: {file}:{line}: {changed[0]} -> {changed[1]}", flush=True)
+            return "not there"
+        first, node, new = found
+        chosen: dict[str, str] = {}
+        for test in sorted(tests[file, first], key=lambda test: self.called[test][0]):
+            chosen.setdefault(function_of(test), test)
+        ordered = sorted(chosen, key=lambda function: function != function_of(by))
+        most = MOST_TESTS + MOST_OF_REST
+        test = failing([items[chosen[each]] for each in ordered[:most]], path, text, replaced(text, node, new))
+        became = ("seen again" if by else "seen") if test else ("LOST" if by else "MISSED")
+        print(f"{became}: {file}:{line}: {changed[0]} -> {changed[1]}  {test}", flush=True)
+        return became
 
     def defect(self, file: str, line: int, items: list[pytest.Item]) -> str:
         path, kinds = ROOT / file, (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -189,8 +231,8 @@ class Mutating:
         if not test:
             test = failing(parts["without"][:MOST_OF_REST], path, text, changed)
             became = "seen by them alone" if test else "MISSED"
-        old = (ast.get_source_segment(text, node) or "").partition("\n")[0]
-        print(f"{became}: {file}:{node.lineno}: {old} -> {new.partition(chr(10))[0]}  {test}", flush=True)
+        old, short = first_lines(text, node, new)
+        print(f"{became}: {file}:{node.lineno}: {old} -> {short}  {test}", flush=True)
         return became
 
 
@@ -230,14 +272,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)))
     parser.add_argument("--inside", default="kos/")
     parser.add_argument("--without", type=Path)
+    parser.add_argument("--again", type=Path)
     asked, arguments = parser.parse_known_args()
     options = ["-q", "-s", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not mpi and not slow", *arguments]
     if asked.record:
         CALLED.parent.mkdir(parents=True, exist_ok=True)
         return int(pytest.main(options, [Recording()]))
-    print(f"seed {asked.seed}")
+    again = asked.again.read_text() if asked.again else ""
+    print(f"seed {asked.seed}" * (not again))
     without = set(asked.without.read_text().split()) if asked.without else set[str]()
-    return int(pytest.main(options, [Mutating(asked.seed, asked.count, asked.inside, without)]))
+    return int(pytest.main(options, [Mutating(asked.seed, asked.count, asked.inside, without, again)]))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def check_int(what: str, value: Any, instead: str = "") -> int:
     try:
         if not isinstance(value, bool):
             return operator.index(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         pass
     raise InvalidArgument(f"{what}: expected a whole number{instead}, got {value!r}")
 

@@ -15,6 +15,16 @@ from kos.testing.conformance.model import SUMS_IN_16_BITS
 from kos.testing.conformance.on_gpu import OnGPU
 
 
+def engine_of(comm: kos.Communicator) -> Any:
+    """The engine of ``peer``, which is the first route of the communicator."""
+    return comm.backend.routes[0]._engine
+
+
+def windows_of(comm: kos.Communicator) -> Any:
+    """The windows of the first route, by number."""
+    return comm.backend.routes[0]._windows.memories
+
+
 class Prepared(list[str]):
     """The operations that a communicator prepared, and not only repeated."""
 

@@ -72,6 +72,11 @@ class Refusing:
         raise self.error
 
 
+class TooLarge:
+    def __index__(self) -> int:
+        raise OverflowError("as those of a library")
+
+
 class OnDevice:
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 1
@@ -98,6 +103,7 @@ def _in_a_batch(comm: kos.Communicator, name: str, *given: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
+    "too large an index": (lambda c: c.broadcast(F, TooLarge()), "root: expected a whole number, got .*TooLarge"),
     "list": (lambda c: c.all_reduce([1.0]), "x: expected an array, got list"),
     "strided": (lambda c: c.all_reduce(np.zeros(8)[::2]), r"x: expected a C-contiguous .* strides \(16,\)"),
     "fortran": (lambda c: c.all_reduce(np.zeros((2, 3), order="F")), r"C-contiguous .* shape \(2, 3\)"),

@@ -30,7 +30,7 @@ from kos.testing.conformance.model import GATHERING, REDUCING, SCATTERING, Step,
 from tests.comm import test_conformance as conformance
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import FakeRanks, alone, of_nccl, waits_that_are_bounded
-from tests.comm.gpu_ranks import Prepared
+from tests.comm.gpu_ranks import Prepared, windows_of
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
@@ -332,7 +332,7 @@ def test_a_window_outlives_the_graphs_that_captured_it(gpu, /):
     with captures() as graph:
         comm.all_reduce(x, out=y)
     comm.all_reduce(other)  # or the last operation keeps its array
-    windows, pointers = comm.backend.routes[0]._windows.memories, {x.pointer, y.pointer}
+    windows, pointers = windows_of(comm), {x.pointer, y.pointer}
     del x, y
     for ends in ([], [1], [0, 2]):
         alive = {window.pointer for window in windows.values()}

@@ -19,7 +19,7 @@ from kos.errors import BackendUnavailable
 from kos.memory.array import Array
 from kos.testing.conformance.model import check
 from kos.testing.conformance.values import LARGE, SIZES
-from tests.comm.gpu_ranks import GPURanks, prepared_of
+from tests.comm.gpu_ranks import GPURanks, engine_of, prepared_of
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
@@ -102,12 +102,12 @@ def test_blocks_of_one_role_each(gpu, /, seed, dtype, op):
     Some chunks end early. Between these calls, ``push`` runs with another grid.
     """
     comm, me = gpu.comm, gpu.rank
-    launches = comm.backend.routes[0]._engine.launches
+    launches = engine_of(comm).launches
     mixed = KernelConfig("specialized", tile=512), KernelConfig("push", 2), KernelConfig("specialized", tile=1024)
     x, out = (comm.allocate(LARGE // 8 * 16 // dtype.itemsize, dtype) for _ in range(2))
     for turn, vectors in enumerate((1, 9, 8 * gpu.size, 1001, LARGE // 8)):
         count = vectors * 16 // dtype.itemsize
-        assert gpu.size == 1 or comm.backend.routes[0]._engine._roles(16 * vectors)
+        assert gpu.size == 1 or engine_of(comm)._roles(16 * vectors)
         for launch in mixed:
             comm.backend.routes[0].use(Launches(*[((None, launch),)] * 2))
             xs = inputs(seed + turn, gpu.size, count, dtype)
@@ -133,7 +133,7 @@ def test_blocks_of_one_role_each(gpu, /, seed, dtype, op):
 def test_parts_of_any_size_go_by_one_kernel(gpu, /, seed, dtype, op, algorithm):
     """By packets and by direct writes, in one or several batches, with empty and unaligned parts."""
     comm, n, me, guard = gpu.comm, gpu.size, gpu.rank, 24
-    launches = comm.backend.routes[0]._engine.launches
+    launches = engine_of(comm).launches
     comm.backend.routes[0].use(Launches(*[((None, KernelConfig(algorithm, threads=64)),)] * 2))
     for turn, sizes in enumerate(((64, 16, 32), (1001, 0, 7), (0, LARGE // 2 + 3, 2), (33, 33, 33), (16, 16, 16))):
         counts = [sizes[rank % 3] for rank in range(n)]

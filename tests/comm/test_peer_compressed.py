@@ -16,6 +16,7 @@ from kos.testing.conformance.model import Step, result
 from kos.testing.conformance.values import vector
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_peer import ThreadRanks, no_gpus
+from tests.comm.gpu_ranks import engine_of
 from tests.comm.peer_storm import FLOAT, compressed_storm
 from tests.host_compiler import needs_compiler
 
@@ -109,7 +110,7 @@ def test_what_finds_no_place_is_exchanged(ranks, seed):
     data = [rng.standard_normal(5000).astype(np.float32) for _ in range(ranks.size)]
 
     def body(gpu):
-        engine = gpu.comm.backend.routes[0]._engine
+        engine = engine_of(gpu.comm)
         usual, engine.staging = engine.staging, 1 << 10
         x = Array.from_numpy(data[gpu.rank], 0)
         gpu.comm.all_reduce(x, compress="int8")

@@ -33,7 +33,7 @@ from kos.errors import (
 from kos.memory.array import Array
 from tests.comm.fake_gpu import Status
 from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus, of_peer
-from tests.comm.gpu_ranks import Prepared
+from tests.comm.gpu_ranks import Prepared, engine_of
 from tests.comm.peer_storm import FLOAT
 from tests.comm.ranks import on_each_rank, until
 from tests.comm.shared_ranks import needs_core
@@ -274,7 +274,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous, /, how):
 def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezvous, /):
     """The communicator knows nothing of the calls in the graph, which runs to its end."""
     comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-    looks, engine = iter((False, True)), comm.backend.routes[0]._engine
+    looks, engine = iter((False, True)), engine_of(comm)
     x = Array.zeros(4, np.float32, 0)
     comm.all_reduce(x)
     comm.synchronize(until=lambda: next(looks))

@@ -27,7 +27,7 @@ from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT
 from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus, of_peer
-from tests.comm.gpu_ranks import prepared_of
+from tests.comm.gpu_ranks import engine_of, prepared_of
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
@@ -317,9 +317,10 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
 
     def body(gpu):
         comm, backend = gpu.comm, gpu.comm.backend
-        staging, launches = backend.routes[0]._engine.staging, backend.routes[0]._engine.launches
+        engine = engine_of(comm)
+        staging, launches = engine.staging, engine.launches
         try:
-            backend.routes[0]._engine.staging = 1 << 12
+            engine.staging = 1 << 12
             backend.routes[0].use(table)
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
@@ -328,7 +329,7 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
                 scaled = prepared_of(comm, partial(comm.all_reduce, x, PremulSum(2.0))).plan.name
                 assert "'two_shot'" in scaled and scaled.endswith("at []")
         finally:
-            backend.routes[0]._engine.staging = staging
+            engine.staging = staging
             backend.routes[0].use(launches)
 
     ranks.run(body)

@@ -19,7 +19,7 @@ from kos.memory.array import Array
 from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import launching_alone
 from tests.comm.fake_peer import ThreadRanks
-from tests.comm.gpu_ranks import Prepared, prepared_of
+from tests.comm.gpu_ranks import Prepared, engine_of, prepared_of, windows_of
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
@@ -80,11 +80,11 @@ def test_views_put_and_get(ranks):
             assert [view.shape for view in comm.views(empty)] == [(0, 2)] * SIZE
         del empty
         comm.allocate(2, np.float32)  # frees windows that no rank uses
-        windows = len(comm.backend.routes[0]._windows.memories)
+        windows = len(windows_of(comm))
         del x, ends
         comm.barrier()
         comm.allocate(2, np.float32)
-        assert len(comm.backend.routes[0]._windows.memories) == windows, "freed, although there are views of it"
+        assert len(windows_of(comm)) == windows, "freed, although there are views of it"
 
     ranks.run(body)
     while views:
@@ -107,7 +107,7 @@ def test_cached_routes_are_dropped_with_their_window(gpu, /, monkeypatch):
     monkeypatch.setattr(peer_backend, "SymmetricMemory", lambda *arguments: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         comm.allocate(4, np.float32)
-    assert not comm.backend.routes[0]._windows.memories and not len(comm.backend.store)
+    assert not windows_of(comm) and not len(comm.backend.store)
 
 
 @on_each_rank("ranks.run")
@@ -133,7 +133,7 @@ def test_ranks_compare_where_large_buffers_lie(gpu, /):
     for _ in range(2):
         comm.all_reduce(other)
     assert not prepared.by(lambda: comm.all_reduce(other))
-    comm.backend.routes[0].use(comm.backend.routes[0]._engine.launches)
+    comm.backend.routes[0].use(engine_of(comm).launches)
     assert prepared.by(lambda: comm.all_reduce(other)), "as before, and perhaps not on all ranks"
     comm.barrier()  # else the last operation would hold its array, whose memory is freed
     assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
@@ -164,7 +164,7 @@ def test_windows_keep_their_numbers_when_others_are_freed(gpu, /):
     early = prepared_of(comm, lambda: comm.all_reduce(x))
     del freed
     comm.allocate(1, np.float32)
-    assert len(comm.backend.routes[0]._windows.memories) == 2
+    assert len(windows_of(comm)) == 2
     assert prepared_of(comm, lambda: comm.all_reduce(x)).plan.name == early.plan.name
 
 

@@ -17,6 +17,7 @@ from kos import ReduceOp, cuda
 from kos.comm.tuning import KernelConfig
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
+from tests.comm.gpu_ranks import engine_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 BACKEND = "peer"
@@ -54,7 +55,7 @@ def plan(comm: kos.Communicator, rng: np.random.Generator, places: list[Any], st
 
     def run(stream: Any) -> None:
         if kind == "launch":
-            bind = comm.backend.routes[0]._engine.bind_all_reduce
+            bind = engine_of(comm).bind_all_reduce
             bind(source.pointer, target.pointer, count, dtype, ReduceOp.SUM, launch=launch)(stream)
         elif kind == "all_reduce":
             comm.all_reduce(source, out=target, stream=stream)

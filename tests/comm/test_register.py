@@ -14,6 +14,7 @@ from kos.testing import spawn
 from tests.comm.fake_gpu import Memory, captures
 from tests.comm.fake_nccl import FakeRanks
 from tests.comm.fake_peer import communicator as peer_communicator
+from tests.comm.gpu_ranks import engine_of
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_array_libraries import Plain, Torch
 
@@ -181,7 +182,7 @@ def test_the_kernels_of_peer_reach_it_where_it_lies(peers):
 
     def body(rendezvous):
         comm = peer_communicator(rendezvous)
-        engine, memory = comm.backend.routes[0]._engine, Memory(4096 + 16)
+        engine, memory = engine_of(comm), Memory(4096 + 16)
         x = Array(memory.pointer, (1024,), np.float32, 0, owner=memory)
         assert not engine.is_symmetric(x.pointer, x.nbytes)
         buffer = comm.register(x)

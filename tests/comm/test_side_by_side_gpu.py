@@ -14,6 +14,7 @@ import kos
 from kos import cuda
 from kos.errors import KosError
 from kos.memory.array import Array
+from tests.comm.gpu_ranks import engine_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -102,7 +103,7 @@ def test_a_cycle_of_communicators_is_named(mpi_world, world):
     groups = [world.split(0, world.rank) for _ in range(2)]
     for each in groups:
         assert each is not None
-        each.backend.routes[0]._engine.multiprocessors = 0
+        engine_of(each).multiprocessors = 0
         each.timeout = 3.0
     stream = [cuda.create_stream(world.device) for _ in groups]
     x = [Array.from_numpy(np.ones(1000, np.float32), world.device, stream=each) for each in stream]

@@ -65,8 +65,8 @@ class WritePlan:
             name: shapes[name] for name in (*first, *shapes) if model.lora is None or is_adapter(name)
         }
         self.writers: dict[str, int] = {}
-        several = layout.dp * layout.cp > 1 and compress != "none"
-        self.residuals = [dict[str, int]() for _ in range(layout.dp * layout.cp * several)]
+        several = layout.replicas > 1 and compress != "none"
+        self.residuals = [dict[str, int]() for _ in range(layout.replicas * several)]
         """Per replica: tensor -> the rank that writes its residual.  This rank holds a part of it."""
         self._layout = layout
         for pp in range(layout.pp):

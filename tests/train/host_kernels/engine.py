@@ -24,7 +24,7 @@ from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
-from kos.train.device import dry_run, memory_plan
+from kos.train.device import dry_run
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
@@ -354,7 +354,7 @@ def host_engine(monkeypatch) -> None:
             known=algorithms, keep=algorithms.update
         ),
         (dry_run, "cu"): driver,
-        (memory_plan, "BUCKET_BYTES"): 4 * CHUNK,  # small models have several buckets
+        (dry_run, "BUCKET_BYTES"): 4 * CHUNK,  # small models have several buckets
         (CudaOps, "overlap_rows"): 1,  # a micro-batch of 8 tokens has two halves, or two turns
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
