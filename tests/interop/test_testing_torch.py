@@ -20,8 +20,9 @@ if find_spec("torch") is None:
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
-from kos.testing.torch import Deadlock, Fault, spawn
+from kos.testing.torch import Deadlock, Fault, compare, programs, spawn
 
 HERE = Path(__file__).name
 LIMIT = 60.0
@@ -298,3 +299,21 @@ def test_wrong_arguments():
         spawn("nowhere.py", 2)
     with pytest.raises(InvalidArgument, match="strict: expected"):
         spawn(survive, 2, strict="yes")
+
+
+def test_compare_finds_no_difference_between_gloo_and_kos():
+    compare(programs=6, seed=3)
+    compare(lambda rank: {"sum": [functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)]}, world_size=2)
+
+
+def test_compare_shortens_the_first_program_that_differs(monkeypatch):
+    wrong = "dist.all_reduce(x) if dist.get_backend() == 'kos' else dist.broadcast(x, 0)"
+    monkeypatch.setattr(programs, "OPERATIONS", ("dist.barrier()", wrong, "dist.broadcast(x, {root})"))
+    with pytest.raises(AssertionError) as caught:
+        compare(programs=2, seed=1, world_size=2)
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("the program of seed 1: rank ") and len(lines) == 2 and lines[1] == wrong
+
+
+def test_a_function_without_a_rank_keeps_its_defaults():
+    assert spawn(lambda x=3: x, 1, LIMIT) == [3] and spawn(lambda rank=3: rank, 1, LIMIT) == [0]

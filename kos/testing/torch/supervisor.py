@@ -25,7 +25,7 @@ from kos.testing.torch.findings import ENDED, describe_deadlock, leftovers, stuc
 from kos.testing.torch.monitor import Job
 from kos.testing.torch.rank import run_rank
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS, DEADLOCK_SECONDS = 5.0, 1.0
 """For ranks to raise the errors of their waits, after the run has failed."""
 _SUBREAPER = 36  # of prctl(2)
 _PLACE_SECONDS = 0.5  # for ranks to say where they are
@@ -102,7 +102,8 @@ class Supervisor:
             self._verdict = {"kind": kind, "ranks": ranks, "text": text, "places": places}
             for rank in self.ranks if kind != "lost" else ():  # of which kos tells the others
                 rank.command("abort")
-        self._end = min(self._end, time.monotonic() + GRACE_SECONDS)
+        seconds = DEADLOCK_SECONDS if kind == "deadlock" else GRACE_SECONDS
+        self._end = min(self._end, time.monotonic() + seconds)
 
     def _ask_places(self, late: list[Rank]) -> None:
         """Ask ranks for the line at which they are."""

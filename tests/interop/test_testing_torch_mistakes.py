@@ -1,0 +1,25 @@
+"""kos.testing.torch names each mistake of ``torch_mistakes`` with its line, at once."""
+
+import inspect
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("torch") is None:
+    pytest.skip("needs torch", allow_module_level=True)
+
+from kos.testing.torch import spawn
+from tests.interop import torch_mistakes
+
+
+@pytest.mark.parametrize("name", torch_mistakes.MISTAKES)
+def test_it_is_named_with_its_line(name):
+    program, (error, texts) = getattr(torch_mistakes, name), torch_mistakes.MISTAKES[name]
+    lines, first = inspect.getsourcelines(program)
+    here = [f"torch_mistakes.py:{first + n}" for n, line in enumerate(lines) if line.endswith("# here\n")]
+    with pytest.raises((RuntimeError, TimeoutError)) as caught:
+        spawn(program, 4 if "mesh" in name else 2, 200)  # longer than the test may take: no verdict is a deadline
+    assert error in [kind.__name__ for kind in type(caught.value).__mro__]
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    for expected in (*texts, *here):
+        assert expected in text
