@@ -12,6 +12,14 @@ from kos.testing.torch import spawn
 from tests.interop import torch_mistakes
 
 
+def test_ddp_raises_the_error_of_a_failed_reduction():
+    def program(rank):
+        torch_mistakes.a_checkpoint_on_rank_0_only(rank)
+
+    with pytest.raises(RuntimeError, match="they differ in operation barrier against all_reduce"):
+        spawn(program, 2, 200)
+
+
 @pytest.mark.parametrize("name", torch_mistakes.MISTAKES)
 def test_it_is_named_with_its_line(name):
     program, (error, texts) = getattr(torch_mistakes, name), torch_mistakes.MISTAKES[name]
