@@ -153,9 +153,10 @@ class _Run:
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # such as a second Ctrl-C
             self._socket.close()  # the supervisor then kills the ranks
-            with suppress(ChildProcessError, ProcessLookupError):
+            with suppress(ChildProcessError):
                 os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
-                os.killpg(self._pid, signal.SIGKILL)  # what is left if the supervisor was killed itself
+                with suppress(ProcessLookupError):
+                    os.killpg(self._pid, signal.SIGKILL)  # what is left if the supervisor was killed itself
                 os.waitpid(self._pid, 0)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         report: dict[str, Any] = json.loads(data or "{}")
