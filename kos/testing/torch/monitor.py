@@ -192,13 +192,13 @@ class Monitor:
 
     def _watch(self) -> None:
         """Report waits, and obey the supervisor."""
-        seen, reported, commands = None, False, self._channel.makefile("r")
+        seen, reported = None, False
         while True:
-            if select.select([self._channel], [], [], LOOK_SECONDS)[0]:
-                command = json.loads(commands.readline() or os._exit(1))
-                if command == "finish":
+            arrived = select.select([self._channel], [], [], LOOK_SECONDS)[0]
+            for command in (self._channel.recv(4096) or os._exit(1)).split() if arrived else ():
+                if command == b"finish":
                     self.over.set()
-                elif command == "place":
+                elif command == b"place":
                     self.send("place", program_line(sys._current_frames().get(threading.main_thread().ident or 0)))
                 else:
                     self._abort()

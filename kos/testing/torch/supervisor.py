@@ -42,7 +42,7 @@ class Rank:
 
     def command(self, kind: str) -> None:
         with suppress(OSError):  # it has ended
-            self.socket.sendall(json.dumps(kind).encode() + b"\n")
+            self.socket.sendall(kind.encode() + b"\n")
 
     def receive(self) -> list[Any]:
         """The messages that have arrived."""
@@ -90,7 +90,9 @@ class Supervisor:
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end and any(rank.status in ("returned", "failed") and rank.pid for rank in self.ranks):
             self._step(end)
-        return {"verdict": self._verdict, "errors": self._errors, "ranks": [[r.status, r.state] for r in self.ranks]}
+        kept = "pending", "modules", *(("mismatch", "calls") if self._errors else ())
+        ranks = [[rank.status, {name: rank.state.get(name, ()) for name in kept}] for rank in self.ranks]
+        return {"verdict": self._verdict, "errors": self._errors, "ranks": ranks}
 
     def _not_over(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.status not in ENDED]
