@@ -27,7 +27,7 @@ def test_it_is_named_with_its_line(name):
     lines, first = inspect.getsourcelines(program)
     here = [f"torch_mistakes.py:{first + n}" for n, line in enumerate(lines) if line.endswith("# here\n")]
     with pytest.raises((RuntimeError, TimeoutError)) as caught:
-        testing.spawn(program, 4 if "mesh" in name else 2, 200)  # longer than the test may take: no verdict is a deadline
+        testing.spawn(program, 4 if "mesh" in name else 2, 200)  # longer than these tests may take
     assert error in [kind.__name__ for kind in type(caught.value).__mro__]
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     for expected in (*texts, *here):
