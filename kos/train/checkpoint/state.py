@@ -164,9 +164,7 @@ class HostState(NamedTuple):
 
     @property
     def holds(self) -> Holds:
-        return {
-            kept: [(start, start + len(part)) for start, part in parts] for kept, parts in self.values.items()
-        }
+        return {kept: [(at, at + len(part)) for at, part in parts] for kept, parts in self.values.items()}
 
     def find(self, kept: str, piece: slice) -> Any:
         """The values of a slice of the layout; None if this rank has not all of them."""
@@ -362,12 +360,13 @@ class ShardedState:
 
     def to_host(self, step: int) -> HostState:
         """A copy of what this rank holds after ``step`` steps."""
+        arrays = self.arrays
         values = {
             kept: [
-                (first, self.ops.to_host(held.flat[at : at + last - first]).astype(np.float32, copy=False))
-                for part in self.holds[kept] for first, last, at in held.held(slice(*part))
+                (first, self.ops.to_host(arrays[kept].flat[at : at + last - first]).astype(np.float32, copy=False))
+                for part in parts for first, last, at in arrays[kept].held(slice(*part))
             ]
-            for kept, held in self.arrays.items()
+            for kept, parts in self.holds.items()
         }  # fmt: skip
         return HostState(step, self.optimizer.updates, values)
 
