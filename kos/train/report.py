@@ -23,7 +23,7 @@ from kos.train.config import flag_of
 from kos.train.config.flags import without_effect
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
-from kos.train.data.mixture import passes_in_words
+from kos.train.data.mixture import describe_passes
 from kos.train.elastic import logged_epoch
 from kos.train.folder import ADDRESS
 from kos.train.generate import Sampling, continue_texts, prompt_ids
@@ -82,9 +82,9 @@ def announce(run: Any) -> None:
         no_graph = run.options["graph"] != run.config.graph
         say(f"the loss is that of the program{', so there is no CUDA graph' * no_graph}")
     if run.data.mixture is not None and run.comm.rank == 0:
-        say(run.data.mixture.in_words(config.steps, config.batch_size))
+        say(run.data.mixture.describe(config.steps, config.batch_size))
     if run.comm.rank == 0 and not run.custom_batches:
-        if fit := run.data.fit_in_words():
+        if fit := run.data.describe_fit():
             say(fit)
         for part in run.data.parts:
             if (lack := part.without_beginning) > MUCH_WITHOUT_BEGINNING:
@@ -128,7 +128,7 @@ def _report_settings(run: Any) -> None:
     if run.start == 0 and config.init_from is not None:
         length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")
         if config.epochs is None and not run.custom_batches and run.data.mixture is None:  # a mixture has more
-            length += f" ({passes_in_words(run.data.sequences_in(run.data.train), config.steps * config.batch_size)})"
+            length += f" ({describe_passes(run.data.sequences_in(run.data.train), config.steps * config.batch_size)})"
         rates = f"{length}, learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
         context = f"{config.seq_len:,} of at most {run.model_config.max_position_embeddings:,} tokens a sequence"
         say(f"from the weights in {run.source}: {rates}, {context} (--epochs, --lr, --warmup-steps, --seq-len)")

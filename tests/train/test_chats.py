@@ -524,7 +524,7 @@ def test_a_record_may_not_count(tmp_path, fit):
     masks = [whole.window(a, b - a)[1] for a, b in pairwise([*whole.begins.tolist(), whole.size])]
     assert [bool(mask.any()) for mask in masks] == [True, False, False, True, False]
     left_out = "; left out, because the loss counts none of their tokens: 3 chats"
-    assert (left_out in data.fit_in_words()) == (fit == "whole")
+    assert (left_out in data.describe_fit()) == (fit == "whole")
     pairs = [{"prompt": "a", "completion": "b" * 50, "weight": n % 2} for n in range(4)]
     data = load_data(parse(["--data", str(write_lines(tmp_path / "pairs.jsonl", pairs)), *flags]))
     assert 98 <= int(Tokens(data.train.shards).window(0, data.train.size)[1].sum()) < 110

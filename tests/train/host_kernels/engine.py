@@ -124,7 +124,7 @@ MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empt
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 # The kernels': their arrays lie otherwise than numpy's.
 OPERATIONS -= {"keys_and_values", "add_keys_and_values", "empty_cache", "append_to_cache", "attention_to_cache"}
-OPERATIONS -= {"own_loss"}  # the device's, of the program's arrays or kernel
+OPERATIONS -= {"custom_loss"}  # the device's, of the program's arrays or kernel
 
 
 class QueuedOps(HostOps):
