@@ -293,3 +293,22 @@ def test_wrong_arguments():
         testing.spawn("nowhere.py", 2)
     with pytest.raises(InvalidArgument, match="strict: expected"):
         testing.spawn(survive, 2, strict="yes")
+
+
+def test_compare_finds_no_difference_between_gloo_and_kos():
+    testing.compare(programs=6, seed=3)
+    functional = Package("torch.distributed._functional_collectives")
+    testing.compare(lambda rank: {"sum": [functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)]}, world_size=2)
+
+
+def test_compare_shortens_the_first_program_that_differs(monkeypatch):
+    wrong = "dist.all_reduce(x) if dist.get_backend() == 'kos' else dist.broadcast(x, 0)"
+    monkeypatch.setattr("kos.testing.torch.programs.OPERATIONS", ("dist.barrier()", wrong, "dist.broadcast(x, {root})"))
+    with pytest.raises(AssertionError) as caught:
+        testing.compare(programs=2, seed=1, world_size=2)
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("the program of seed 1: rank ") and len(lines) == 2 and lines[1] == wrong
+
+
+def test_a_function_without_a_rank_keeps_its_defaults():
+    assert testing.spawn(lambda x=3: x, 1, LIMIT) == [3] and testing.spawn(lambda rank=3: rank, 1, LIMIT) == [0]
