@@ -134,7 +134,7 @@ class Elastic:
                     run.comm = before.shrink()
                     gone |= {*before.world_ranks} - {*run.comm.world_ranks} - newcomers
                 joins, tries = False, TRIES
-                self._regroup()
+                self._regroup(gone)
                 break
             except (CollectiveError, RendezvousError, BackendUnavailable) as error:
                 if grows and isinstance(error, RendezvousError | BackendUnavailable):
@@ -163,8 +163,8 @@ class Elastic:
             then = f"after step {self.run.steps_done}: {plural(now, 'rank')} now, {seconds:.2f} s later"
             self.run.console.say(f"{' and '.join(what)} {then}")
 
-    def _regroup(self) -> None:
-        """Agree on the last step, and move to the ranks of ``run.comm``."""
+    def _regroup(self, gone: Collection[int]) -> None:
+        """Agree on the last step, and move to the ranks of ``run.comm``. Errors name those that are ``gone``."""
         run, comm, kept = self.run, self.run.comm, self._kept
         epochs = gather_json(comm, run.epoch)
         if max(epochs) > run.epoch >= 0:
@@ -196,7 +196,7 @@ class Elastic:
         run.saved_step = max(each["saved"] for each in every)
         run.untrained = next((each["untrained"] for each in every if each["untrained"]), {})
         move_to(run, comm, run.epoch + 1)
-        run.device.state.load(kept, comm, [each["holds"] for each in every])
+        run.device.state.load(kept, comm, [each["holds"] for each in every], gone)
         run.device.loaded()
         if run.base is not None:
             run.device.state.read_base(run.base_weights())
