@@ -148,7 +148,7 @@ class Monitor:
 
     def mismatched(self, group: str, error: CollectiveMismatch) -> None:
         """Note which call of the group differs between ranks."""
-        found = re.search(r"(\w+) #(\d+)", str(error))
+        found = re.search(r"called (\w+) #(\d+)", str(error)) or re.search(r"(\w+) #(\d+)", str(error))
         kind, number = (found[1], int(found[2])) if found else ("", -1)
         last = next((each for each in reversed(self.calls) if each.kind == kind), None)
         self._mismatch = self._mismatch or [group, number, last and [last.key.replace(" recv ", " send "), last.number]]
