@@ -128,14 +128,14 @@ def bounds(counted: list[File]) -> list[Bound]:
     long = tuple(large_files(counted, *LIBRARY, "_core"))
     for_tests = TESTS + int(1.2 * (sum(file.code for file in counted if file.folder != "tests") - KOS))
     return [
-        Bound(f"Python in {', '.join(LIBRARY)}", 20_713, lines("Python", *LIBRARY)),
+        Bound(f"Python in {', '.join(LIBRARY)}", 20_820, lines("Python", *LIBRARY)),
         Bound("C in _core", 4_116, lines("C", "_core")),
         Bound("Python in interop", 1_406, lines("Python", "interop")),
         Bound("Python in transfer", 1_988, lines("Python", "transfer")),
-        Bound("Python in train", 16_862, lines("Python", "train")),
+        Bound("Python in train", 16_848, lines("Python", "train")),
         Bound("Python in tests", for_tests, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_658, lines("CUDA", "comm", "train")),
-        Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),
+        Bound("classes in comm", 124, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
         Bound(f"files of over {MOST_IN_FILE} lines in the library and _core", 0, len(long), found=long),
         Bound(f"files of over {MOST_IN_FILE} lines in train", 0, len(of_train), found=of_train),

@@ -35,7 +35,7 @@ def test_bounds(capsys):
     print(printed)
 
 
-def test_recorded_results():
+def test_recorded_results(monkeypatch, tmp_path):
     """A small difference is found, in numbers, names and lists, and within a large array."""
     recorded = {"loss": 0.5, "texts": ["a", 3, None], "arrays": {"w": [1.0, 2.0]}}
     goldens.compare({"loss": 0.5 + 1e-12, "texts": ["a", 3, None], "arrays": {"w": [1.0, 2.0]}}, recorded, 1e-9, "x")
@@ -49,6 +49,11 @@ def test_recorded_results():
     assert goldens.distance(array, goldens.sketch(array)) < 1e-14
     true = 1 / np.linalg.norm(array)
     assert true / 2 < goldens.distance(other, goldens.sketch(array)) < 2 * true
+    monkeypatch.setattr(goldens.Goldens, "made", {tmp_path / "a.json": {"x": [1.5, "b"]}})
+    goldens.write(keeps=False)
+    goldens.Goldens.made[tmp_path / "a.json"] = {"y": 2}
+    goldens.write(keeps=True)
+    assert goldens.read(tmp_path / "a.json") == {"x": [1.5, "b"], "y": 2}
     assert sum(path.stat().st_size for path in goldens.FOLDER.iterdir() if path.is_file()) < 1_000_000
 
 

@@ -134,7 +134,7 @@ class Elastic:
                     run.comm = before.shrink()
                     gone |= {*before.world_ranks} - {*run.comm.world_ranks} - newcomers
                 joins, tries = False, TRIES
-                self._regroup()
+                self._regroup(gone)
                 break
             except (CollectiveError, RendezvousError, BackendUnavailable) as error:
                 if grows and isinstance(error, RendezvousError | BackendUnavailable):
@@ -163,8 +163,8 @@ class Elastic:
             then = f"after step {self.run.steps_done}: {plural(now, 'rank')} now, {seconds:.2f} s later"
             self.run.console.say(f"{' and '.join(what)} {then}")
 
-    def _regroup(self) -> None:
-        """Agree on the last step, and move to the ranks of ``run.comm``."""
+    def _regroup(self, gone: Collection[int]) -> None:
+        """Agree on the last step, and move to the ranks of ``run.comm``. Errors name those that are ``gone``."""
         run, comm, kept = self.run, self.run.comm, self._kept
         epochs = gather_json(comm, run.epoch)
         if max(epochs) > run.epoch >= 0:
@@ -196,7 +196,7 @@ class Elastic:
         run.saved_step = max(each["saved"] for each in every)
         run.untrained = next((each["untrained"] for each in every if each["untrained"]), {})
         move_to(run, comm, run.epoch + 1)
-        run.device.state.load(kept, comm, [each["holds"] for each in every])
+        run.device.state.load(kept, comm, [each["holds"] for each in every], gone)
         run.device.loaded()
         if run.base is not None:
             run.device.state.read_base(run.base_weights())
@@ -265,7 +265,7 @@ def facts_of(run: Any) -> dict[str, Any]:
         "settings": run.options, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
         "resumes": run.resumes, "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
-        "description": run.description, "batches": run.own.state(), "brings": run.brings, "watched": run.watched,
+        "description": run.description, "batches": run.own.state(), "custom": run.custom, "watched": run.watched,
     }  # fmt: skip
 
 
@@ -277,9 +277,9 @@ def misfit(newcomer: Any, facts: dict[str, Any]) -> str:
         return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
     if (mine_held := newcomer.config.held_out) != (held := facts["chosen"]["hold_out"]):
         return f"--hold-out: expected {held:g}, which the run has, got {mine_held:g}; add --hold-out {held:g}"
-    for name, given in newcomer.brings.items():
-        if given != facts["brings"][name]:
-            return f"{name}: expected {facts['brings'][name]}, as on the ranks of the run, got {given}"
+    for name, given in newcomer.custom.items():
+        if given != facts["custom"][name]:
+            return f"{name}: expected {facts['custom'][name]}, as on the ranks of the run, got {given}"
     mine["data in words"], theirs["data in words"] = newcomer.data_in_words, facts["data"]
     expected = facts["description"].get("base", {}).get("sha256", "")
     if (base := newcomer.base) and expected and expected != base["sha256"]:
@@ -299,7 +299,7 @@ def take_facts(newcomer: Any, facts: dict[str, Any]) -> None:
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])
     for name in ("source", "resumes", "name", "row", "start", "last_finite", "description", "watched"):
         setattr(newcomer, name, facts[name])
-    if newcomer.brings_batches:
+    if newcomer.custom_batches:
         newcomer.own.load_state(["all", [facts["batches"]]], 0, 1)
     newcomer.console = Console(newcomer.comm.rank if newcomer.verbose else -1, newcomer.config.steps)
 

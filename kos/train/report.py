@@ -23,7 +23,7 @@ from kos.train.config import flag_of
 from kos.train.config.flags import without_effect
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
-from kos.train.data.mixture import passes_in_words
+from kos.train.data.mixture import describe_passes
 from kos.train.elastic import logged_epoch
 from kos.train.folder import ADDRESS
 from kos.train.generate import Sampling, continue_texts, prompt_ids
@@ -82,9 +82,9 @@ def announce(run: Any) -> None:
         no_graph = run.options["graph"] != run.config.graph
         say(f"the loss is that of the program{', so there is no CUDA graph' * no_graph}")
     if run.data.mixture is not None and run.comm.rank == 0:
-        say(run.data.mixture.in_words(config.steps, config.batch_size))
-    if run.comm.rank == 0 and not run.brings_batches:
-        if fit := run.data.fit_in_words():
+        say(run.data.mixture.describe(config.steps, config.batch_size))
+    if run.comm.rank == 0 and not run.custom_batches:
+        if fit := run.data.describe_fit():
             say(fit)
         for part in run.data.parts:
             if (lack := part.without_beginning) > MUCH_WITHOUT_BEGINNING:
@@ -121,18 +121,18 @@ def _report_settings(run: Any) -> None:
     """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
     config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
     ignored = run.data.unused_settings
-    if config.eval_batches and not (run.validates or run.brings_batches):
+    if config.eval_batches and not (run.validates or run.custom_batches):
         ignored["eval_batches"] = "--hold-out 0"
     if useless := without_effect(config, run.options, ignored):
         say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
         length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")
-        if config.epochs is None and not run.brings_batches and run.data.mixture is None:  # a mixture has more
-            length += f" ({passes_in_words(run.data.sequences_in(run.data.train), config.steps * config.batch_size)})"
+        if config.epochs is None and not run.custom_batches and run.data.mixture is None:  # a mixture has more
+            length += f" ({describe_passes(run.data.sequences_in(run.data.train), config.steps * config.batch_size)})"
         rates = f"{length}, learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
         context = f"{config.seq_len:,} of at most {run.model_config.max_position_embeddings:,} tokens a sequence"
         say(f"from the weights in {run.source}: {rates}, {context} (--epochs, --lr, --warmup-steps, --seq-len)")
-        if config.epochs is None and not run.brings_batches and (passes := run.data.passes(config.steps)) > MANY_PASSES:
+        if config.epochs is None and not run.custom_batches and (passes := run.data.passes(config.steps)) > MANY_PASSES:
             what = f"with --steps {config.steps}, sequences are seen up to {passes:,.0f} times"
             run.console.warn(f"kos: {what}: a model that is fine-tuned may memorize them (--epochs)")
         if names := extra_names(run.extra):

@@ -127,9 +127,9 @@ def _residuals(run: Any, path: Path) -> Residuals | None:
 def read_data(run: Any) -> Dataset:
     """Read the data.  One rank of each machine prepares it, and the others read the result."""
     # Of a resumed run the checkpoint's: the folder of ``init_from`` may be gone.
-    initialized = run.resumes and (run.brings_batches or run.config.init_from is not None)
+    initialized = run.resumes and (run.custom_batches or run.config.init_from is not None)
     weights = run.source if initialized else adapter.tokenizer_folder(run.config.init_from)
-    if run.brings_batches:
+    if run.custom_batches:
         return together(run.comm, lambda: own_data(run.config, weights))
     first = run.comm.local_rank == 0
     runs = [Path(str(run.source)).parent.parent] if run.resumes else []  # with the plan that it began with
@@ -147,7 +147,7 @@ def read_data(run: Any) -> Dataset:
 
 def state_of_batches(run: Any) -> dict[str, Any]:
     """What a checkpoint keeps of the program's batches: ``OwnBatches.rows``, and a state for each rank of dp."""
-    if not run.brings_batches or (mine := run.own.state()) is None:
+    if not run.custom_batches or (mine := run.own.state()) is None:
         return {}
     every, layout = gather_json(run.comm, mine), run.mesh.layout
     return {"batches": [run.own.rows, [every[layout.rank({"dp": dp})] for dp in range(layout.dp)]]}
@@ -155,7 +155,7 @@ def state_of_batches(run: Any) -> dict[str, Any]:
 
 def load_state_of_batches(run: Any) -> None:
     """Continue with the batches after those of the checkpoint."""
-    if run.brings_batches and run.resumes:
+    if run.custom_batches and run.resumes:
         saved = alone(run.comm, lambda: run.found and run.found.config.get("batches"))
         together(run.comm, lambda: run.own.load_state(saved, run.mesh.dp.rank, run.mesh.dp.size))
 
@@ -191,7 +191,7 @@ def join_run(run: Any) -> None:
         with run.stop.at_once():
             weights = adapter.tokenizer_folder(config.init_from)
             run.config, runs = _as_the_run_reads(config)
-            if run.brings_batches:
+            if run.custom_batches:
                 run.data = own_data(config, weights)
             else:
                 run.data = load_data(run.config, run.console.progress, weights, runs)

@@ -55,7 +55,7 @@ class StepResult(NamedTuple):
     counted: bool = True  # whether the loss counts a target of the batch; otherwise there was no update
 
 
-REPORT = 4
+STATUS_FIELDS = 4
 """What a rank reports of a step besides its losses: whether it was asked to stop, the epoch of the group, the step, and
 how many newcomers wait at it."""
 
@@ -212,8 +212,8 @@ class Step:
         self.weights, self.optimizer = self._make_optimizer(model, parts)
         self.count = ops.zeros((1,), ops.statistics_dtype(self.dtype))
         """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""
-        self.report = ops.zeros((REPORT + -(-self.micro_batches // mesh.dp.size),), np.float64)
-        """As ``REPORT`` says, then this rank's losses; ``reports``: the same of every rank of the world."""
+        self.report = ops.zeros((STATUS_FIELDS + -(-self.micro_batches // mesh.dp.size),), np.float64)
+        """As ``STATUS_FIELDS`` says, then this rank's losses; ``reports``: the same of every rank of the world."""
         self.reports = self.report.reshape(1, -1)
         if mesh.world.size > 1:
             self.reports = ops.zeros((mesh.world.size, *self.report.shape), np.float64)
@@ -323,7 +323,7 @@ class Step:
         into, deferred = self.sums.of(action.micro_batch), action.kind == "I"
         with model.ops.step(model.arena):
             if model.local.last:
-                loss = self.report[REPORT + action.micro_batch :][:1]
+                loss = self.report[STATUS_FIELDS + action.micro_batch :][:1]
                 model.backward(weights, flight, into, buffer.array, loss=loss, count=self.count, deferred=deferred)
             else:
                 model.backward(weights, flight, into, buffer.array, deferred=deferred)

@@ -113,11 +113,11 @@ class Trainer:
         **program: Unpack[Program],
     ) -> None:  # fmt: skip
         self.own = check(config, **program)
-        """The batches of the program; those of ``data`` unless ``brings_batches``."""
+        """The batches of the program; those of ``data`` unless ``custom_batches``."""
         self.config, self.options = config, config.to_json()
         """``options``: the settings as they were given."""
         self.loss, self.val_batches = program.get("loss"), program.get("val_batches")
-        self.brings_batches = program.get("batches") is not None
+        self.custom_batches = program.get("batches") is not None
         self.callbacks, self.watched = [*program.get("callbacks", ())], False  # whether any rank has some
         self.verbose, self.ended = program.get("verbose", True), False
         self.stop: Stop = stop or Stop()
@@ -162,7 +162,7 @@ class Trainer:
         """Everything up to the first step."""
         self.comm, self.profiler = comm, Profiler()
         given = {name: value for name, value in self.options.items() if name not in PATHS}
-        self.watched = any(same_on_all(comm, given | self.brings, len(self.callbacks)))
+        self.watched = any(same_on_all(comm, given | self.custom, len(self.callbacks)))
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
@@ -258,22 +258,22 @@ class Trainer:
         return self.val_batches is not None or bool(self.data.evaluated)
 
     @property
-    def brings(self) -> dict[str, Any]:
+    def custom(self) -> dict[str, Any]:
         """What the program brings, the same on all ranks."""
-        own = {"batches": self.brings_batches, "rows": self.own.rows, "loss": self.loss is not None}
+        own = {"batches": self.custom_batches, "rows": self.own.rows, "loss": self.loss is not None}
         return own | {"val_batches": self.val_batches is not None}
 
     @property
     def of_program(self) -> bool:
         """Whether the command alone could not continue the run: the program brings its batches or its loss."""
-        return self.brings_batches or self.loss is not None
+        return self.custom_batches or self.loss is not None
 
     def make_device(self) -> None:
         """Make the device for the ranks of ``mesh``. Collective."""
         self.own.use(self.mesh, self.model_config.vocab_size)
         self.device = make_device(
             self.config, self.model_config, self.data, self.mesh, self.console.progress,
-            source=self.own if self.brings_batches else self.data, watched=self.watched, loss=self.loss,
+            source=self.own if self.custom_batches else self.data, watched=self.watched, loss=self.loss,
             stop_request=lambda: self.stop.stop_request,
         )  # fmt: skip
 
@@ -433,7 +433,7 @@ class Trainer:
             DataError: the batch has another shape, or there is none; on all ranks if on one of them.
             TrainingError: the loss or the norm is not finite.
         """
-        source = self.own if batch is not None or self.brings_batches else self.data
+        source = self.own if batch is not None or self.custom_batches else self.data
         self.own.given = batch
         if source is not self.device.source:
             self.device.use(source)

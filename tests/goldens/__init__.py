@@ -59,7 +59,7 @@ class Goldens:
 
     def __init__(self, module: Path) -> None:
         self.path = FOLDER / f"{module.stem.removeprefix('test_')}.json"
-        self.results = json.loads(self.path.read_text())["results"] if self.path.exists() else {}
+        self.results = read(self.path)
 
     def __call__(self, key: str, reference: Callable[[], Any], rtol: float = 1e-9) -> Any:
         """The recorded result; ``rtol``: how much results of different machines may differ, relative to their norm."""
@@ -94,9 +94,15 @@ def compare(got: Any, recorded: Any, rtol: float, where: str) -> None:
         assert got == recorded, f"{where}: expected {recorded!r}, got {got!r}"
 
 
-def write() -> None:
-    """Write what tests have made, in place of what their files had."""
-    for path, results in Goldens.made.items():
+def read(path: Path) -> dict[str, Any]:
+    """The recorded results of a file, by key."""
+    return dict(json.loads(path.read_text())["results"]) if path.exists() else {}
+
+
+def write(keeps: bool) -> None:
+    """Write what tests have made.  ``keeps``: some tests did not run, so other recorded results stay."""
+    for path, made in Goldens.made.items():
+        results = {**(read(path) if keeps else {}), **made}
         there = [name for name in LIBRARIES if name in sys.modules]
         about = {"made_with": {name: importlib.metadata.version(name) for name in there}}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key], sort_keys=True)}" for key in sorted(results))

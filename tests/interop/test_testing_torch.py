@@ -7,21 +7,16 @@ import subprocess
 import sys
 import textwrap
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from kos.errors import CollectiveTimeout, InvalidArgument, RankLost
 from tests.forked import PATHS
+from tests.packages import Package, needs
 
-if find_spec("torch") is None:
-    pytest.skip("needs torch", allow_module_level=True)
-
-import torch
-import torch.distributed as dist
-
-from kos.testing.torch import Deadlock, Fault, spawn
+pytestmark = needs("torch")
+torch, dist, testing = Package("torch"), Package("torch.distributed"), Package("kos.testing.torch")
 
 HERE = Path(__file__).name
 LIMIT = 60.0
@@ -53,14 +48,14 @@ def test_results_come_by_rank(size):
         dist.all_reduce(x)
         return {"sum": x, "rank": (rank, dist.get_rank()), "backend": dist.get_backend(), "array": x.numpy()}
 
-    for rank, found in enumerate(spawn(program, size, LIMIT)):
+    for rank, found in enumerate(testing.spawn(program, size, LIMIT)):
         assert found["rank"] == (rank, rank) and found["backend"] == "kos"
         assert found["sum"].equal(captured * sum(range(size))) and (found["array"] == found["sum"].numpy()).all()
 
 
 def test_a_result_that_cannot_be_returned_is_named():
     with pytest.raises(InvalidArgument, match="result of rank 0: expected tensors, arrays, .* got another object"):
-        spawn(lambda: Path("x"), 1, LIMIT)
+        testing.spawn(lambda: Path("x"), 1, LIMIT)
 
 
 def test_what_ranks_print_comes_with_their_ranks(capfd):
@@ -68,7 +63,7 @@ def test_what_ranks_print_comes_with_their_ranks(capfd):
         print("hello")
         os.write(2, b"from C\n")
 
-    spawn(program, 2, LIMIT)
+    testing.spawn(program, 2, LIMIT)
     assert capfd.readouterr().out == "".join(f"[rank {rank}] hello\n[rank {rank}] from C\n" for rank in (0, 1))
 
 
@@ -85,7 +80,7 @@ def test_the_first_error_is_raised_with_its_rank_and_line():
         dist.barrier()
 
     with pytest.raises(OwnError, match="this and 4") as caught:
-        spawn(program, 3, LIMIT)
+        testing.spawn(program, 3, LIMIT)
     assert caught.value.two == 4 and caught.value.__notes__ == ["raised on rank 1 of 3"]
     assert f"{HERE}:{caught.traceback[-1].lineno + 1}" == line("raised")
 
@@ -153,7 +148,7 @@ def test_the_deadline_ends_all_processes_and_names_the_lines():
         dist.barrier()  # waits
 
     with pytest.raises(CollectiveTimeout, match=re.escape("ranks [0, 1] of 2 are still running after 1.5 s")) as caught:
-        spawn(program, 2, 1.5)
+        testing.spawn(program, 2, 1.5)
     assert line("sleeps") in str(caught.value) and line("waits") in str(caught.value)
 
 
@@ -170,7 +165,7 @@ def test_an_interrupt_ends_all_processes():
     parent, before = os.getpid(), signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            spawn(program, 2, LIMIT)
+            testing.spawn(program, 2, LIMIT)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -209,7 +204,7 @@ def test_a_program_that_makes_its_own_group_of_any_backend_gets_kos():
         dist.destroy_process_group()
         return x, group.name()
 
-    assert spawn(program, 2, LIMIT, init=False) == [(torch.tensor([2.0]), "kos")] * 2
+    assert testing.spawn(program, 2, LIMIT, init=False) == [(torch.tensor([2.0]), "kos")] * 2
 
 
 def test_a_script_runs_with_its_arguments(tmp_path, capsys):
@@ -222,7 +217,7 @@ def test_a_script_runs_with_its_arguments(tmp_path, capsys):
             dist.all_reduce(x)
             print(x.item(), dist.get_backend())
     """))
-    assert spawn([script, 4], 2, LIMIT) == [None, None]
+    assert testing.spawn([script, 4], 2, LIMIT) == [None, None]
     assert capsys.readouterr().out == "[rank 0] 8.0 gloo\n[rank 1] 8.0 gloo\n"
 
 
@@ -230,7 +225,7 @@ def test_pretended_hosts():
     def program(rank):
         return [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "KOS_HOST")]
 
-    assert spawn(program, 3, LIMIT, hosts=[1, 2]) == [
+    assert testing.spawn(program, 3, LIMIT, hosts=[1, 2]) == [
         ["0", "1", "0", "host 0"], ["0", "2", "1", "host 1"], ["1", "2", "1", "host 1"],
     ]  # fmt: skip
 
@@ -241,8 +236,8 @@ def test_a_deadlock_names_each_line_and_the_cycle():
         dist.send(x, (rank + 1) % 3)  # everybody sends
         dist.recv(x, (rank - 1) % 3)
 
-    with pytest.raises(Deadlock) as caught:
-        spawn(program, 3, 600)
+    with pytest.raises(testing.Deadlock) as caught:
+        testing.spawn(program, 3, 600)
     text = str(caught.value)
     assert "every rank waits" in text and text.count(line("everybody sends")) == 3
     assert "the cycle: rank 0 -> rank 1 -> rank 2 -> rank 0" in text
@@ -257,13 +252,13 @@ def survive(rank):
 
 
 def test_a_crashed_rank_has_no_result_and_the_others_raise():
-    found = spawn(survive, 3, LIMIT, faults=[Fault("crash", 1, 1, call="all_reduce")])
+    found = testing.spawn(survive, 3, LIMIT, faults=[testing.Fault("crash", 1, 1, call="all_reduce")])
     assert found[1] is None and "rank 1" in found[0] and "rank 1" in found[2]
 
 
 def test_a_stopped_rank_is_named_by_the_deadlock():
-    with pytest.raises(Deadlock, match="rank 1 has ended: stall before all_reduce") as caught:
-        spawn(survive, 3, 600, faults=[Fault("stall", 1, 1)])
+    with pytest.raises(testing.Deadlock, match="rank 1 has ended: stall before all_reduce") as caught:
+        testing.spawn(survive, 3, 600, faults=[testing.Fault("stall", 1, 1)])
     assert caught.value.ranks == (1,)
 
 
@@ -274,11 +269,11 @@ def test_other_faults():
         else:
             dist.recv(torch.ones(1), 0)  # nothing comes
 
-    with pytest.raises(Deadlock, match=re.escape(line("nothing comes"))):
-        spawn(send, 2, 600, faults=[Fault("drop", 0, 0, call="send")])
-    assert spawn(survive, 2, LIMIT, faults=[Fault("delay", 1, 2)]) == [None, None]
+    with pytest.raises(testing.Deadlock, match=re.escape(line("nothing comes"))):
+        testing.spawn(send, 2, 600, faults=[testing.Fault("drop", 0, 0, call="send")])
+    assert testing.spawn(survive, 2, LIMIT, faults=[testing.Fault("delay", 1, 2)]) == [None, None]
     with pytest.raises(InvalidArgument, match=r"faults: expected all to happen, got none of .*operation=9"):
-        spawn(survive, 2, LIMIT, faults=[Fault("delay", 1, 9)])
+        testing.spawn(survive, 2, LIMIT, faults=[testing.Fault("delay", 1, 9)])
 
 
 def test_a_rank_that_dies_is_named():
@@ -288,13 +283,32 @@ def test_a_rank_that_dies_is_named():
         dist.barrier()
 
     with pytest.raises(RankLost, match="rank 1 of 2 is gone: it was ended by SIGKILL"):
-        spawn(program, 2, LIMIT)
+        testing.spawn(program, 2, LIMIT)
 
 
 def test_wrong_arguments():
     with pytest.raises(InvalidArgument, match="fn: expected a function"):
-        spawn(3, 2)
+        testing.spawn(3, 2)
     with pytest.raises(InvalidArgument, match=r"expected a function or the path of a script, got 'nowhere\.py'"):
-        spawn("nowhere.py", 2)
+        testing.spawn("nowhere.py", 2)
     with pytest.raises(InvalidArgument, match="strict: expected"):
-        spawn(survive, 2, strict="yes")
+        testing.spawn(survive, 2, strict="yes")
+
+
+def test_compare_finds_no_difference_between_gloo_and_kos():
+    testing.compare(programs=6, seed=3)
+    functional = Package("torch.distributed._functional_collectives")
+    testing.compare(lambda rank: {"sum": [functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)]}, world_size=2)
+
+
+def test_compare_shortens_the_first_program_that_differs(monkeypatch):
+    wrong = "dist.all_reduce(x) if dist.get_backend() == 'kos' else dist.broadcast(x, 0)"
+    monkeypatch.setattr("kos.testing.torch.programs.OPERATIONS", ("dist.barrier()", wrong, "dist.broadcast(x, {root})"))
+    with pytest.raises(AssertionError) as caught:
+        testing.compare(programs=2, seed=1, world_size=2)
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("the program of seed 1: rank ") and len(lines) == 2 and lines[1] == wrong
+
+
+def test_a_function_without_a_rank_keeps_its_defaults():
+    assert testing.spawn(lambda x=3: x, 1, LIMIT) == [3] and testing.spawn(lambda rank=3: rank, 1, LIMIT) == [0]

@@ -16,7 +16,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data import Shard
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.device import memory_plan
+from kos.train.device import dry_run
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, generate
 from kos.train.model import model as model_module
@@ -98,7 +98,7 @@ def small_buckets(patch: pytest.MonkeyPatch) -> None:
 
     With ``deterministic``, even short sequences are split among the ranks of cp.
     """
-    blocks = ((optim, "CHUNK", 64), (memory_plan, "CHUNK", 64), (memory_plan, "HOST_BUCKET_BYTES", 4096),
+    blocks = ((optim, "CHUNK", 64), (dry_run, "CHUNK", 64), (dry_run, "HOST_BUCKET_BYTES", 4096),
               (model_module, "LEAST_CHUNK", LEAST_CHUNK))  # fmt: skip
     for module, name, value in blocks:
         patch.setattr(module, name, value)

@@ -17,7 +17,7 @@ from kos.testing import spawn
 from kos.train import optim
 from kos.train.config import not_of
 from kos.train.device import cuda as engine_module
-from kos.train.device import dry_run, memory_plan
+from kos.train.device import dry_run
 from kos.train.device.cuda import CudaDevice
 from kos.train.model.initial import init_weights
 from kos.train.ops.cuda import cublaslt
@@ -94,7 +94,7 @@ def check(layout: Layout, changes: dict[str, Any]) -> None:
 def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``--deterministic``, whose pieces of a sequence have at least 2 tokens, or 8 where cuBLASLt needs many."""
     least = 8 if changes.get("dtype") == "fp8" else 2
-    chunks = (optim, "CHUNK", 256), (memory_plan, "CHUNK", 256), (memory_plan, "BUCKET_BYTES", 4 * 1024)
+    chunks = (optim, "CHUNK", 256), (dry_run, "CHUNK", 256), (dry_run, "BUCKET_BYTES", 4 * 1024)
     for module, name, size in (*chunks, (fixed_order, "LEAST_CHUNK_ON_GPUS", least)):
         monkeypatch.setattr(module, name, size)
     changes = {"deterministic": True, "grad_clip": 1.0, "tied": False, "layers": layers_of(layout), **changes}

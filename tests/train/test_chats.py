@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError, DataError
+from kos.train import fit
+from kos.train import source as source_of_runs
 from kos.train.config.flags import parse
 from kos.train.data import Tokens
 from kos.train.data.batches import load_data
@@ -524,7 +527,7 @@ def test_a_record_may_not_count(tmp_path, fit):
     masks = [whole.window(a, b - a)[1] for a, b in pairwise([*whole.begins.tolist(), whole.size])]
     assert [bool(mask.any()) for mask in masks] == [True, False, False, True, False]
     left_out = "; left out, because the loss counts none of their tokens: 3 chats"
-    assert (left_out in data.fit_in_words()) == (fit == "whole")
+    assert (left_out in data.describe_fit()) == (fit == "whole")
     pairs = [{"prompt": "a", "completion": "b" * 50, "weight": n % 2} for n in range(4)]
     data = load_data(parse(["--data", str(write_lines(tmp_path / "pairs.jsonl", pairs)), *flags]))
     assert 98 <= int(Tokens(data.train.shards).window(0, data.train.size)[1].sum()) < 110
@@ -558,15 +561,28 @@ def test_a_template_writes_a_date(tmp_path):
     """That of ``--template-date``, on which the tokens depend; else today's.  The log has it."""
     folder, path = folder_of(tmp_path, "{{ strftime_now('%d %b %Y') }}|" + BOTH), tmp_path / "chats.jsonl"
     write_lines(path, [{"messages": [USER, ANSWER]}] * 2)
-    for date, written in (("2026-02-03", "03 Feb 2026"), ("2025-12-31", "31 Dec 2025")):
-        tokens, _, data = read(path, "--tokenizer", str(folder), "--template-date", date)
-        assert f"; the chat template writes the date {date} (--template-date)" in data.held_out
+    for day, written in (("2026-02-03", "03 Feb 2026"), ("2025-12-31", "31 Dec 2025")):
+        tokens, _, data = read(path, "--tokenizer", str(folder), "--template-date", day)
+        assert f"; the chat template writes the date {day} (--template-date)" in data.held_out
         assert data_text(folder, tokens).startswith(f"{written}|")
     (rendered,) = ChatTemplate("{{ strftime_now('%Y-%m-%d %H:%M') }}" + BOTH, {}, path).prompt([USER], "here")[:1]
     assert re.match(r"\d{4}-\d\d-\d\d 00:00<", rendered)
     for given in ("2026-02-30", "today"):
         with refused(ConfigError, "--template-date: expected a date ("):
             parse(["--template-date", given])
+
+
+def test_a_resumed_run_keeps_the_date(tmp_path, monkeypatch):
+    """Else its data would be others on another day."""
+    folder = folder_of(tmp_path, "{{ strftime_now('%d %b %Y') }}|" + BOTH)
+    path, out = write_lines(tmp_path / "chats.jsonl", [{"messages": [USER, ANSWER]}] * 30), tmp_path / "run"
+    flags = ["--data", str(path), "--tokenizer", str(folder), "--seq-len", "32", "--batch-size", "2", "--device", "cpu",
+             "--out", str(out), "--sample-tokens", "0", "--eval-batches", "0", "--num-hidden-layers", "1"]  # fmt: skip
+    for day, more in ((date(2026, 2, 3), ["--steps", "1"]), (date(2026, 2, 4), ["--steps", "2", "--resume", "auto"])):
+        today = type("Today", (), {"today": lambda day=day: day, "fromisoformat": date.fromisoformat})
+        monkeypatch.setattr(source_of_runs, "date", today)
+        fit(parse([*flags, *more]))
+        assert json.loads((out / "config.json").read_text())["derived"]["template_date"] == "2026-02-03"
 
 
 def test_all_wrong_records_of_a_file_are_counted(tmp_path, caplog):

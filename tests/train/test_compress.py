@@ -17,7 +17,7 @@ from kos.comm.compression import BLOCK, FORMATS, Format, feed_back
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
-from kos.train.device import memory_plan
+from kos.train.device import dry_run
 from kos.train.device.cpu import CpuDevice
 from kos.train.ops.parameters import Parameters
 from kos.train.parallel.data import Buckets, DataParallel
@@ -31,7 +31,7 @@ from tests.train.sharded import tensors_of_run
 QUIET: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9}
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch):
-    monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(dry_run, "HOST_BUCKET_BYTES", 20_000)
 
 
 ODD: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12}

@@ -148,7 +148,7 @@ def test_an_update_needs_the_same_step_of_all_ranks():
 def test_both_holders_of_a_part_are_lost(text, tmp_path):
     """All of so small a model is in the part of rank 0, which rank 1 holds too."""
     faults = [Fault("crash", rank, 4, call="all_to_all") for rank in (0, 1)]
-    lost = r"expected each part of the state on a rank, got none with elements \S+ to \S+ of weights; the ranks"
+    lost = "expected each part of the state on a rank, got none with some of weights: ranks 0-1 had it"
     with pytest.raises(CheckpointError, match=lost):
         train(text, tmp_path, faults, zero=1)
 

@@ -9,7 +9,7 @@ import pytest
 
 from kos.errors import CudaError, KosError, RankLost, TrainingError
 from kos.train import checkpoint
-from kos.train.device.cuda import CudaDevice, Feed
+from kos.train.device.cuda import BatchPrefetcher, CudaDevice
 from kos.train.parallel.data import DataParallel
 from kos.train.tools import read_metrics
 from kos.train.trainer import Trainer
@@ -48,7 +48,7 @@ def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(
         if name == "model.layers.1.mlp.up_proj.weight" and self.replicas.rank == ranks - 1:
             on_device(lambda: on_host(self.gradients[name]).fill(np.nan) if now.step == 2 else None)
 
-    before_call(Feed, "take", lambda feed, step: setattr(now, "step", step))
+    before_call(BatchPrefetcher, "take", lambda feed, step: setattr(now, "step", step))
     before_call(DataParallel, "gradient_ready", poisoned)
     with pytest.raises(TrainingError, match=r"step 3: .* gradient norm, got nan \(first in .*layers.1.mlp.up_proj"):
         train(text, tmp_path / "stops", **how)

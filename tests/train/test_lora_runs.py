@@ -371,8 +371,8 @@ def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_pat
     how, load = {**OF_ELASTIC, "init_from": small, "freeze": ("*.layers.0.*",)}, ShardedState.load
     counted = list[tuple[int, int]]()
 
-    def counting(self, mine, comm, holds):
-        load(self, mine, counting := Counting(comm), holds)
+    def counting(self, mine, comm, holds, gone):
+        load(self, mine, counting := Counting(comm), holds, gone)
         frozen = {name: span.stop - span.start for name, span in self.frozen.spans.items()}
         adapters = sum(size for name, size in frozen.items() if is_adapter(name))
         assert 0 < adapters < sum(frozen.values())

@@ -355,7 +355,7 @@ def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, all_is_
 
 
 def cuts(path: Path, *flags: str) -> str:
-    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
+    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).describe_fit()
 
 
 def test_documents_that_sequences_cut_are_counted(tmp_path):

@@ -5,8 +5,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.device.costs import GPUS
-from kos.train.device.dry_run import DryOps, plan_memory
-from kos.train.device.memory_plan import GIB
+from kos.train.device.dry_run import GIB, DryOps, plan_memory
 from kos.train.ops.fp8 import linears
 from kos.train.optim import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh

@@ -114,7 +114,7 @@ def test_long_documents_are_cut_and_no_target_is_lost(masked):
     row, mask = tokens.window(0, len(tokens))
     expected = [x for x in row[mask > 0] if x % 1000]  # all but the first of each
     assert got == sorted(expected)
-    words = data.fit_in_words().splitlines()[0]
+    words = data.describe_fit().splitlines()[0]
     lack = sum(1 for x in expected if x % 1000 > 20)
     size = 220 if masked else 222  # the rest of the document of 22 tokens has no target then
     assert words.startswith(f"training: 8 documents of {size} tokens, of which the loss counts {len(expected)}, in ")
@@ -138,7 +138,7 @@ def test_what_has_no_target_is_left_out(skips, small_pieces):
     batch, kept = data.rows(0, range(data.sequences_in(data.train))), counts & (place > 0) & (not skips or number == 1)
     assert sorted(batch.targets[batch.targets >= 0]) == whole[kept].tolist()
     assert (batch.targets >= 0).any(axis=1).all() and len(batch.targets) == (1 if skips else 3)
-    said = data.fit_in_words().splitlines()[0]
+    said = data.describe_fit().splitlines()[0]
     what = "2 documents" if skips else "2 documents and 4 pieces"
     assert f"; left out, because the loss counts none of their tokens: {what}" in said
     assert f"training: {'1 document of 9' if skips else '3 documents of 59'} tokens" in said
@@ -183,8 +183,8 @@ def test_a_later_start_reads_no_tokens(tmp_path, all_is_kept):
     first = load_data(config)
     overwrite(path, token_bytes([1] * 7 * 99))
     again = load_data(config)
-    assert again.fit_in_words() == first.fit_in_words()
-    assert "of 623 tokens, of which the loss counts 445, in " in again.fit_in_words().splitlines()[0]
+    assert again.describe_fit() == first.describe_fit()
+    assert "of 623 tokens, of which the loss counts 445, in " in again.describe_fit().splitlines()[0]
 
 
 # --- losses ---------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_sequence_is_at_most_full():
     """The last target of a document may be beyond its sequence."""
     tokens = row_of([21, 21])
     packed = PackedTokens(tokens, 20, make_plan(tokens, 20, 0, False), False)
-    assert "2 sequences of 20, 100.0% full" in packed.in_words("text")
+    assert "2 sequences of 20, 100.0% full" in packed.describe("text")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"no plan", "cut", "changed", "pickle"])

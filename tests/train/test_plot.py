@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kos.train.tools import plot
+from tests.packages import needs
 
-pytest.importorskip("matplotlib", reason="needs the extra plot")
+pytestmark = needs("matplotlib")
 
 
 def _run(folder: Path, steps: int, **more: list[Any]) -> Path:

@@ -12,7 +12,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import TrainingError
 from kos.testing import spawn
 from kos.train import optim
-from kos.train.device import check_replicas, memory_plan
+from kos.train.device import check_replicas, dry_run
 from kos.train.device.cpu import CpuDevice
 from kos.train.ops.parameters import overlap
 from kos.train.parallel.mesh import Layout
@@ -90,7 +90,7 @@ def compare(layout: Layout, hosts: tuple[int, ...], tied: bool, layers: int = 2,
 
     with pytest.MonkeyPatch.context() as patch:
         layouts.small_buckets(patch)
-        patch.setattr(memory_plan, "HOST_BUCKET_BYTES", 64 << 10)
+        patch.setattr(dry_run, "HOST_BUCKET_BYTES", 64 << 10)
         on_hosts(patch, hosts)
         ranks = TCPRanks(layout.ranks).run(run)
     first = dict[Any, tuple[int, bytes]]()
@@ -154,7 +154,7 @@ def test_the_comparison_names_the_tensor_and_two_ranks(zero, where, ranks, text,
 ], ids=str)  # fmt: skip
 def test_the_comparison_on_emulated_gpus(emulated, changes, monkeypatch):
     layout = Layout(dp=2, pp=2)
-    for module in (optim, memory_plan):
+    for module in (optim, dry_run):
         monkeypatch.setattr(module, "CHUNK", 64)
 
     def run(comm: Communicator) -> str:

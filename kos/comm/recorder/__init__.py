@@ -18,7 +18,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import time_ns
@@ -263,42 +262,33 @@ def tracing(recorder: Recorder, on_gpu: bool) -> Tracer | None:
 
     Raises BackendUnavailable for KOS_NVTX without the package nvtx, and InvalidArgument for values other than 0 and 1.
     """
-    tracers: list[Tracer] = []
-    if is_on(KOS_NVTX):
-        tracers.append(_ranges())
-    if is_on(KOS_RECORDER_TIMING) and on_gpu:
-        tracers.append(partial(_timed, recorder))
-    if not tracers:
+    ranges, timed = _nvtx() if is_on(KOS_NVTX) else None, is_on(KOS_RECORDER_TIMING) and on_gpu
+    if ranges is None and not timed:
         return None
 
     @contextmanager
     def trace(works: Sequence[Any], batch: bool, overlap: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            for tracer in tracers:
-                stack.enter_context(tracer(works, batch, overlap))
+            if ranges is not None:
+                text = f"batch of {len(works)}" if batch else f"{works[0].name}{works[0].arguments}"
+                stack.enter_context(ranges.annotate(f"{works[0].group}: {text}", domain="kos"))
+            if timed:
+                stack.enter_context(_timed(recorder, works, overlap))
             yield
 
     return trace
 
 
-def _ranges() -> Tracer:
-    """Puts a range of NVTX around each launch."""
+def _nvtx() -> Any:
+    """The package nvtx."""
     try:
-        nvtx = import_module("nvtx")
+        return import_module("nvtx")
     except ImportError as error:
         raise BackendUnavailable(f"KOS_NVTX: expected the package nvtx ({install('nvtx')}), got: {error}") from error
 
-    def marked(works: Sequence[Any], batch: bool, _: bool) -> AbstractContextManager[Any]:
-        first = works[0]
-        text = f"batch of {len(works)}" if batch else f"{first.name}{first.arguments}"
-        annotated: AbstractContextManager[Any] = nvtx.annotate(f"{first.group}: {text}", domain="kos")
-        return annotated
-
-    return marked
-
 
 @contextmanager
-def _timed(recorder: Recorder, launched: Sequence[Any], _: bool, overlap: bool) -> Iterator[None]:
+def _timed(recorder: Recorder, launched: Sequence[Any], overlap: bool) -> Iterator[None]:
     """Record events around the operations on a GPU; the calls of a batch have the batch's duration."""
     works = [work for work in launched if work.backend.device is not None]
     streams = {work.stream for work in works}

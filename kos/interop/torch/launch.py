@@ -65,8 +65,8 @@ def set_call_site(comm: kos.Communicator, since: int) -> None:
 
 @cache
 def _in_library(file: str) -> bool:
-    """Whether ``file`` is part of kos, torch or Python's library."""
-    return in_library(file) or file.startswith(_TORCH)
+    """Whether ``file`` is part of kos, torch or Python's library, or wraps functions that torch deprecates."""
+    return in_library(file) or file.startswith(_TORCH) or file.endswith("/typing_extensions.py")
 
 
 def _run(call: Call, comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool) -> Recording:

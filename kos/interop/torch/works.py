@@ -31,6 +31,8 @@ def _extract_tensors(value: Any) -> Any:
     """
     if type(value) is list and len(value) == 1 and type(value[0]) is Tensor:
         return value
+    if isinstance(value, Exception):  # of a Future that failed, where DDP would crash
+        raise value
     return _torch_extract_tensors(value)
 
 

@@ -141,15 +141,19 @@ def leftovers(job: Any, states: Sequence[State]) -> str:
 
 
 def _unordered(states: Sequence[State]) -> list[str]:
-    """Two groups whose collectives two ranks began in different orders: with NCCL these can wait for each other."""
+    """Collectives that two ranks began in different orders in two groups, or with different roots or reductions.
+
+    With NCCL, two groups can wait for each other.  A broadcast does not wait on its root, so kos may not see two roots.
+    """
     orders = [[call for call in state["calls"] if call["kind"] == "collective"] for state in states]
     members = {call["group"]: call["ranks"] for calls in orders for call in calls}
-    for pair in combinations(members, 2):
-        both = [rank for rank in members[pair[0]] if rank in members[pair[1]]]
+    for pair in [*combinations(members, 2), *((group,) for group in members)]:
+        both = [rank for rank in members[pair[0]] if rank in members[pair[-1]]]
         theirs = {rank: [call for call in orders[rank] if call["group"] in pair] for rank in both}
         for rank in both[1:]:
             for mine, other in zip(theirs[both[0]], theirs[rank], strict=False):
-                if mine["group"] != other["group"]:
-                    return [f"two groups are used in different orders: rank {both[0]} calls {_at(mine)}, "
-                            f"where rank {rank} calls {_at(other)}"]  # fmt: skip
+                rooted = mine["what"].startswith(("broadcast", "reduce of")) and mine["what"] != other["what"]
+                if mine["group"] != other["group"] or rooted:
+                    what = "calls differ" if rooted else "two groups are used in different orders"
+                    return [f"{what}: rank {both[0]} calls {_at(mine)}, where rank {rank} calls {_at(other)}"]
     return []

@@ -149,6 +149,8 @@ class CheckedGroup(ProcessGroupKos):
             kind = what
         other = self._ranks[peer] if peer >= 0 else -1
         text = name if what == "barrier" else f"{name} of {str(x.dtype).removeprefix('torch.')}{[*x.shape]}"
+        if isinstance(call, list):  # the reduction, or the root
+            text += "".join(f", {getattr(each, 'name', each)}" for each in call[0][1][1:] if not torch.is_tensor(each))
         made = self.monitor.called(kind, text, self._name, self._ranks, other, tag)
         if drop:
             made.what += " (lost, as the test's plan says)"
@@ -169,7 +171,7 @@ class CheckedGroup(ProcessGroupKos):
             if waits:
                 work.wait()
             else:
-                made.waited = self._coalesced is not None
+                made.waited = self._coalesced is not None or not made.direct
         return work
 
     def acknowledge(self, peer: int, tag: int, from_any: bool = False) -> None:

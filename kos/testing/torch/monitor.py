@@ -22,12 +22,13 @@ from typing import Any
 
 from kos.errors import CollectiveError, CollectiveMismatch
 from kos.interop.torch import works
-from kos.interop.torch.launch import _in_library
+from kos.interop.torch.launch import _TORCH, _in_library
 from kos.testing.faults import FaultPlan
 
 LOOK_SECONDS = 0.04  # between two looks at what the rank waits for
 KEPT = 20_000
 """Calls of a rank that are kept for its report."""
+_API = {"distributed_c10d.py", "c10d_logger.py"}
 _HELPERS = "kos-", "kos ", "QueueFeederThread"  # threads that never make a call of torch.distributed
 
 
@@ -70,6 +71,7 @@ class Call:
     group: str
     ranks: list[int]
     line: str
+    direct: bool  # whether the program has called torch.distributed itself, and no other part of torch
     sequence: int = -1  # of kos
     waited: bool = True
     complete: bool = False
@@ -78,9 +80,14 @@ class Call:
         return f"{self.what} at {self.line}"
 
 
-def program_line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame outside kos, torch and Python's library, or of the outermost one."""
+def program_line(frame: FrameType | None, inner: list[str] | None = None) -> str:
+    """``file:line`` of the innermost frame outside kos, torch and Python's library, or of the outermost one.
+
+    The files of torch in between are added to ``inner``.
+    """
     while frame is not None and frame.f_back is not None and _in_library(frame.f_code.co_filename):
+        if inner is not None and frame.f_code.co_filename.startswith(_TORCH):
+            inner.append(Path(frame.f_code.co_filename).name)
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
 
@@ -99,6 +106,7 @@ class Monitor:
         self._waits: dict[int, tuple[Any, list[list[Call]], float, str]] = {}
         self._tokens, self._until = itertools.count(), time.monotonic() + job.timeout
         self._looked: Any = None
+        self._modules = set(sys.modules)
         threading.Thread(target=self._watch, name="kos-testing", daemon=True).start()
 
     def send(self, kind: str, what: Any = None) -> None:
@@ -111,7 +119,9 @@ class Monitor:
         """Record a call that this rank makes; ``peer`` is the other rank of a message, in the world."""
         ends = f"{self.rank} {peer}" if kind == "send" else f"{peer} {self.rank}"
         key = {"collective": group, "group": f"new {ranks}"}.get(kind, f"{group} {kind} {ends} {tag}")
-        call = Call(kind, key, self.counts[key], what, group, ranks, program_line(sys._getframe(1)))
+        inner = list[str]()
+        line = program_line(sys._getframe(1), inner)
+        call = Call(kind, key, self.counts[key], what, group, ranks, line, set(inner) <= _API)
         self.counts[key] += 1
         self._lines[call.line] += 1
         self.calls.append(call)
@@ -138,7 +148,7 @@ class Monitor:
 
     def mismatched(self, group: str, error: CollectiveMismatch) -> None:
         """Note which call of the group differs between ranks."""
-        found = re.search(r"(\w+) #(\d+)", str(error))
+        found = re.search(r"called (\w+) #(\d+)", str(error)) or re.search(r"(\w+) #(\d+)", str(error))
         kind, number = (found[1], int(found[2])) if found else ("", -1)
         last = next((each for each in reversed(self.calls) if each.kind == kind), None)
         self._mismatch = self._mismatch or [group, number, last and [last.key.replace(" recv ", " send "), last.number]]
@@ -182,13 +192,13 @@ class Monitor:
 
     def _watch(self) -> None:
         """Report waits, and obey the supervisor."""
-        seen, reported, commands = None, False, self._channel.makefile("r")
+        seen, reported = None, False
         while True:
-            if select.select([self._channel], [], [], LOOK_SECONDS)[0]:
-                command = json.loads(commands.readline() or os._exit(1))
-                if command == "finish":
+            arrived = select.select([self._channel], [], [], LOOK_SECONDS)[0]
+            for command in (self._channel.recv(4096) or os._exit(1)).split() if arrived else ():
+                if command == b"finish":
                     self.over.set()
-                elif command == "place":
+                elif command == b"place":
                     self.send("place", program_line(sys._current_frames().get(threading.main_thread().ident or 0)))
                 else:
                     self._abort()
@@ -208,7 +218,8 @@ class Monitor:
     def _state(self, kept: int = 1) -> dict[str, Any]:
         calls = [asdict(call) for call in list(self.calls)[-kept:]]
         state = {"counts": dict(self.counts), "lines": dict(self._lines), "mismatch": self._mismatch, "calls": calls}
-        return state | {"pending": [str(fault) for fault in self._pending]}
+        modules = [name for name in sys.modules.keys() - self._modules if name.startswith("torch.")]
+        return state | {"pending": [str(fault) for fault in self._pending], "modules": sorted(modules)}
 
     def returned(self) -> None:
         """Report that the function of this rank has returned."""

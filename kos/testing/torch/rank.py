@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from kos.errors import KosError, RankLost, debugging
 from kos.interop.torch import group as interop
+from kos.interop.torch.launch import _in_library
 from kos.testing.torch.group import CheckedGroup
 from kos.testing.torch.monitor import Job, Monitor
 
@@ -108,23 +110,27 @@ def _call(fn: Any, rank: int) -> Any:
         sys.argv = [str(each) for each in fn]
         sys.path.insert(0, str(Path(fn[0]).resolve().parent))
         return runpy.run_path(sys.argv[0], run_name="__main__") and None
-    try:
-        inspect.signature(fn).bind(rank)
-    except TypeError:
-        return fn()
-    return fn(rank)
+    required = [each for each in inspect.signature(fn).parameters.values() if each.default is each.empty]
+    return fn(rank) if required or "rank" in inspect.signature(fn).parameters else fn()
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An error as JSON: its class, text, plain arguments, notes, cause, and the lines of its traceback."""
+    """An error as JSON: its class, text, plain arguments, notes, cause, and the lines of its traceback.
+
+    What kos raises on purpose ends at the line of the program, unless KOS_DEBUG is set.
+    """
     codes = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     frames = [[code.co_filename, line, code.co_name, code.co_firstlineno] for code, line in codes]
-    hidden, plain = (__file__, runpy.__file__, "<frozen runpy>"), (int, float, str, type(None))
+    frames = [frame for frame in frames if frame[0] not in (__file__, runpy.__file__, "<frozen runpy>")]
+    plain, cause = (int, float, str, type(None)), error.__cause__
+    if isinstance(error, KosError | dist.DistBackendError) and not debugging():
+        cause, last = None, max((k for k, frame in enumerate(frames) if not _in_library(frame[0])), default=0)
+        frames = frames[: last + 1]
     return {
-        "module": type(error).__module__, "class": type(error).__qualname__, "text": str(error),
-        "frames": [frame for frame in frames if frame[0] not in hidden],
+        "module": type(error).__module__, "class": type(error).__qualname__, "text": str(error), "frames": frames,
         "args": [each if isinstance(each, plain) else repr(each) for each in error.args],
         "state": {name: value for name, value in vars(error).items() if isinstance(value, plain)},
         "notes": list(getattr(error, "__notes__", ())),
-        "cause": None if error.__cause__ is None else described(error.__cause__),
+        "cause": None if cause is None else described(cause),
+        "lost": isinstance(error.__cause__, RankLost),
     }  # fmt: skip

@@ -25,7 +25,7 @@ from kos.testing.torch.findings import ENDED, describe_deadlock, leftovers, stuc
 from kos.testing.torch.monitor import Job
 from kos.testing.torch.rank import run_rank
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS, DEADLOCK_SECONDS = 5.0, 1.0
 """For ranks to raise the errors of their waits, after the run has failed."""
 _SUBREAPER = 36  # of prctl(2)
 _PLACE_SECONDS = 0.5  # for ranks to say where they are
@@ -42,7 +42,7 @@ class Rank:
 
     def command(self, kind: str) -> None:
         with suppress(OSError):  # it has ended
-            self.socket.sendall(json.dumps(kind).encode() + b"\n")
+            self.socket.sendall(kind.encode() + b"\n")
 
     def receive(self) -> list[Any]:
         """The messages that have arrived."""
@@ -90,7 +90,9 @@ class Supervisor:
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end and any(rank.status in ("returned", "failed") and rank.pid for rank in self.ranks):
             self._step(end)
-        return {"verdict": self._verdict, "errors": self._errors, "ranks": [[r.status, r.state] for r in self.ranks]}
+        kept = "pending", "modules", *(("mismatch", "calls") if self._errors else ())
+        ranks = [[rank.status, {name: rank.state.get(name, ()) for name in kept}] for rank in self.ranks]
+        return {"verdict": self._verdict, "errors": self._errors, "ranks": ranks}
 
     def _not_over(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.status not in ENDED]
@@ -102,7 +104,8 @@ class Supervisor:
             self._verdict = {"kind": kind, "ranks": ranks, "text": text, "places": places}
             for rank in self.ranks if kind != "lost" else ():  # of which kos tells the others
                 rank.command("abort")
-        self._end = min(self._end, time.monotonic() + GRACE_SECONDS)
+        seconds = DEADLOCK_SECONDS if kind == "deadlock" else GRACE_SECONDS
+        self._end = min(self._end, time.monotonic() + seconds)
 
     def _ask_places(self, late: list[Rank]) -> None:
         """Ask ranks for the line at which they are."""

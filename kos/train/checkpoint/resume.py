@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from kos.train.ops.numpy_optimizer import LearningRate
 from kos.train.ops.parameters import Shape
 from kos.train.optim import frozen_in
 from kos.train.parallel.fixed_order import ORDER
+from kos.train.parallel.mesh import AXES, DENSE
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ def saved_residuals(
         files = [name for name in manifest["files"] if name.startswith(RESIDUAL)]
         if not files:
             return None
-        saved = manifest["layout"]["dp"] * manifest["layout"]["cp"]
+        saved = math.prod(manifest["layout"][axis] for axis in DENSE)
         theirs = manifest["config"]["config"] | manifest["config"]["derived"]
         batch, micro = theirs["batch_size"], theirs["micro_batch_size"]
         assert config.micro_batch_size is not None
@@ -312,4 +314,4 @@ def _differ(old: LearningRate, new: LearningRate, step: int) -> bool:
 def _layout_in(description: Mapping[str, Any]) -> list[Any]:
     """Ranks, tp, pp and cp of a run."""
     options = description.get("config", {})
-    return [description.get("ranks"), *(options.get(axis, 1) for axis in ("tp", "pp", "cp"))]
+    return [description.get("ranks"), *(options.get(axis, 1) for axis in AXES if axis != "dp")]

@@ -12,14 +12,14 @@ A rank holds tensors in part: those of its pipeline stage, of each the box that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, ranks_in_words
 from kos.memory.arena import Arena
 from kos.memory.array import as_dtype
 from kos.memory.sharded import Split
@@ -65,8 +65,8 @@ class WritePlan:
             name: shapes[name] for name in (*first, *shapes) if model.lora is None or is_adapter(name)
         }
         self.writers: dict[str, int] = {}
-        several = layout.dp * layout.cp > 1 and compress != "none"
-        self.residuals = [dict[str, int]() for _ in range(layout.dp * layout.cp * several)]
+        several = layout.replicas > 1 and compress != "none"
+        self.residuals = [dict[str, int]() for _ in range(layout.replicas * several)]
         """Per replica: tensor -> the rank that writes its residual.  This rank holds a part of it."""
         self._layout = layout
         for pp in range(layout.pp):
@@ -164,9 +164,7 @@ class HostState(NamedTuple):
 
     @property
     def holds(self) -> Holds:
-        return {
-            kept: [(start, start + len(part)) for start, part in parts] for kept, parts in self.values.items()
-        }
+        return {kept: [(at, at + len(part)) for at, part in parts] for kept, parts in self.values.items()}
 
     def find(self, kept: str, piece: slice) -> Any:
         """The values of a slice of the layout; None if this rank has not all of them."""
@@ -362,25 +360,30 @@ class ShardedState:
 
     def to_host(self, step: int) -> HostState:
         """A copy of what this rank holds after ``step`` steps."""
+        arrays = self.arrays
         values = {
             kept: [
-                (first, self.ops.to_host(held.flat[at : at + last - first]).astype(np.float32, copy=False))
-                for part in self.holds[kept] for first, last, at in held.held(slice(*part))
+                (first, self.ops.to_host(arrays[kept].flat[at : at + last - first]).astype(np.float32, copy=False))
+                for part in parts for first, last, at in arrays[kept].held(slice(*part))
             ]
-            for kept, held in self.arrays.items()
+            for kept, parts in self.holds.items()
         }  # fmt: skip
         return HostState(step, self.optimizer.updates, values)
 
-    def load(self, mine: HostState, comm: Communicator, holds: Sequence[Holds]) -> None:
+    def load(self, mine: HostState, comm: Communicator, holds: Sequence[Holds], gone: Collection[int] = ()) -> None:
         """Fill the weights and the state from the copies of all ranks of ``comm``.  Collective.
 
-        ``holds``: of each rank.  Raises CheckpointError, on all ranks, if no rank has some part of the state.
+        ``holds``: of each rank.  Raises CheckpointError, on all ranks, if no rank has some part of the state, because
+        ranks are ``gone``.
         """
         largest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
         with self.ops.step(self.arena):
             staging = self.arena.take((largest,), FLOAT32)
             for kept, held in self.arrays.items():
                 for piece, ranks in self._pieces(kept, [theirs.get(kept, ()) for theirs in holds], largest):
+                    if not ranks:
+                        got = f"expected each part of the state on a rank, got none with some of {kept}"
+                        raise on_every_rank(CheckpointError(f"{got}: {ranks_in_words([*gone])} had it"))
                     values = mine.find(kept, piece)
                     if len(ranks) < comm.size:
                         part = staging[: piece.stop - piece.start]
@@ -407,9 +410,5 @@ class ShardedState:
                         for index in range(place[both.start], place[both.stop]):
                             ranks[index].append(rank)
             for (start, stop), of_piece in zip(pairwise(cuts), ranks, strict=False):
-                if not of_piece:
-                    got = f"elements {start:,} to {stop:,} of {kept}; the ranks that held them are lost"
-                    text = f"expected each part of the state on a rank, got none with {got}"
-                    raise on_every_rank(CheckpointError(text))
                 for at in range(start, stop, largest):
                     yield slice(at, min(at + largest, stop)), of_piece

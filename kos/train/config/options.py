@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from kos.errors import CheckpointError, ConfigError, SettingError
-from kos.train.config import (
-    HOLD_OUT,
-    OPTIMIZERS,
-    by_source,
-    flag_of,
-    flatten,
-    not_of,
-    preset_values,
-    suggestion,
-)
+from kos.train.config import HOLD_OUT, OPTIMIZERS, by_source, flag_of, flatten, not_of, preset_values, suggestion
 from kos.train.config.fields import Fields
 from kos.train.model import one_line, option_of
 from kos.train.model.shape import ModelShape

@@ -272,14 +272,14 @@ class Dataset:
                 lack, counts = lack + int((counted & (begun < before)).sum()), counts + int(counted.sum())
         return lack / max(1, counts)
 
-    def fit_in_words(self) -> str:
+    def describe_fit(self) -> str:
         """Lines for the log on how documents fit into sequences; "" if sequences cut text, or no document."""
         if self.mixture is not None:
-            texts = ((name, part.fit_in_words()) for name, part in self.mixture.parts.items())
+            texts = ((name, part.describe_fit()) for name, part in self.mixture.parts.items())
             return "\n".join(f"{name}: {line}" for name, text in texts for line in text.splitlines())
         packed = {"training": self.train, "validation": self.val}
         if self.packing:
-            lines = {use: each.in_words(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
+            lines = {use: each.describe(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
             return "\n".join(f"{use}: {line}" for use, line in lines.items() if packed[use].size)
         if not (lack := self.without_beginning):
             return ""

@@ -82,7 +82,7 @@ class Splits(NamedTuple):
     trained_on: str
     chosen: bool = False
 
-    def in_words(self, train: int, val: int) -> str:
+    def describe(self, train: int, val: int) -> str:
         """``held_out``, and the share of the tokens if it may be larger than a user expects."""
         if not self.chosen or val <= MUCH_HELD_OUT * (train + val):
             return self.held_out

@@ -31,17 +31,7 @@ from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.config import KINDS
 from kos.train.data import has_magic
 from kos.train.data.chat import ChatTemplate
-from kos.train.data.messages import (
-    CHATS,
-    FORMS,
-    JSON,
-    check_refused,
-    counts,
-    encodable,
-    messages_of,
-    renamed,
-    text_of,
-)
+from kos.train.data.messages import CHATS, FORMS, JSON, check_refused, counts, encodable, messages_of, renamed, text_of
 
 _log = logging.getLogger(__name__)
 

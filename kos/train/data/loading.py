@@ -104,7 +104,7 @@ def _load_tokens(
         between = "; no documents are marked"
         if separator is not None and found:
             between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
-        about = {"held_out": corpus.splits.in_words(*at), "trained_on": trained_on, "several": found}
+        about = {"held_out": corpus.splits.describe(*at), "trained_on": trained_on, "several": found}
         rows = [(shard.tokens.dtype if shard.mask is None else np.dtype(np.int64), [shard]) for shard in every]
         return about | {"sha256": fingerprint(rows), "masked": masked, "counted": counts, "between": between}
 

@@ -58,7 +58,7 @@ def terms_below(count: int, limit: float) -> int:
     return total + (count if limit >= 1 else 0)
 
 
-def passes_in_words(count: int, draws: float) -> str:
+def describe_passes(count: int, draws: float) -> str:
     """How often each of ``count`` sequences is seen, if ``draws`` sequences are drawn."""
     passes = draws / count
     return f"each of {plural(count, 'sequence')} {passes:{'.2g' if passes < 10 else ',.0f'}} times"
@@ -94,7 +94,7 @@ class Mixture(Generic[D]):
         """Estimated tokens of each source in the first ``count`` sequences, from the mean length of its sequences."""
         return dict(zip(self.parts, map(round, self.sequences(count) * self.lengths), strict=True))
 
-    def in_words(self, steps: int, batch_size: int) -> str:
+    def describe(self, steps: int, batch_size: int) -> str:
         """One line per source for the log: its tokens, and how often it is seen, in the first ``steps`` batches.
 
         If the loss does not count all tokens, the lines also have the share of each source in those that it counts.
@@ -105,7 +105,7 @@ class Mixture(Generic[D]):
         counts = [f", {share:.1%} of what the loss counts" * masked for share in shares]
         return "\n".join(
             f"{name}: {self.weights[n]:.1%} of the tokens{counts[n]}, {tokens[name]:,} in {plural(steps, 'step')}; "
-            f"{passes_in_words(part.sequences_in(part.train), times[n])}"
+            f"{describe_passes(part.sequences_in(part.train), times[n])}"
             for n, (name, part) in enumerate(self.parts.items())
         )
 

@@ -102,7 +102,7 @@ class PackedTokens(Tokens):
         each = counted(self, begins + 1, stops)
         return int(each.sum()), int(each[begins > self._bounds[self._documents - 1]].sum())
 
-    def in_words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         """A summary of the sequences for the log.  ``what`` is the word for a document, such as "chat"."""
         lengths, sequences, packed = np.diff(self._bounds), len(self._first) - 1, len(np.unique(self._documents))
         longer = lengths > self.seq_len

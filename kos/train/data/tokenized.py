@@ -183,7 +183,7 @@ def _about(
         # Other validation data does not decide how the training data is read.
         "fit": "cut" if "text" in (of_train if documents.corpus.other_val else kinds) else "whole",
         "between": between,
-        "held_out": splits.in_words(at, row.size - at), "trained_on": splits.trained_on,
+        "held_out": splits.describe(at, row.size - at), "trained_on": splits.trained_on,
         "spelled_out": sum((Counter(shard["spelled_out"]) for shard in shards), Counter[str]()),
         "unused": sorted({name for each in documents.corpus.lines if (name := each.text_field)} - documents.fields),
         "several": max(len(part.begins) for part in parts) > 1,

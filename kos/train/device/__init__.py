@@ -35,7 +35,7 @@ from kos.train.parallel.gradients import Weights
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
-from kos.train.step import REPORT, WRITING, Stages, Step, StepResult
+from kos.train.step import STATUS_FIELDS, WRITING, Stages, Step, StepResult
 
 
 class Piece(NamedTuple):
@@ -163,16 +163,16 @@ class Device:
 
     def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float, count: float) -> StepResult:
         """The result of a step, computed on the host from the ``reports`` of all ranks and ``Step.count``."""
-        losses, requests = reports[self.reporters(), REPORT:], reports[:, 0]
+        losses, requests = reports[self.reporters(), STATUS_FIELDS:], reports[:, 0]
         total = math.fsum(losses.flat) if np.isfinite(losses).all() else float(losses.sum())
         loss, ranks = total / self.step.micro_batches, self.comm.size
         leaves: list[int] = np.flatnonzero(requests == LEAVE).tolist()
         stop = bool((requests == STOP).any()) or ranks - len(leaves) < self.config.least_ranks
-        leaving, stay = list[int](), stop or (reports[:, REPORT - 1] == WRITING).any()
+        leaving, stay = list[int](), stop or (reports[:, STATUS_FIELDS - 1] == WRITING).any()
         for rank in leaves if not stay else ():  # not both that hold the same part of the state: one leaves later
             if not self.step.parallel.mirrored_shards or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
                 leaving.append(rank)
-        joining = 0 if stay else min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
+        joining = 0 if stay else min(int(reports[:, STATUS_FIELDS - 1].max()), self.config.most_ranks(ranks) - ranks)
         counted = not math.isinf(count)
         return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch, counted)
 

@@ -17,7 +17,7 @@ from kos.train.device import Device
 from kos.train.machine import DRIVER
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
-from kos.train.parallel.mesh import AXES, Layout, Mesh
+from kos.train.parallel.mesh import AXES, NAMED, Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 
@@ -40,7 +40,7 @@ def make_device(
 
 def layout_of(config: TrainConfig, ranks: int) -> Layout:
     """The requested layout.  ConfigError if it does not fit the ranks, the family of the model or the sequences."""
-    layout, family = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp), config.model.model_type
+    family, layout = config.model.model_type, Layout.of(ranks, **{axis: getattr(config, axis) for axis in NAMED})
     for axis in AXES:
         if (size := getattr(layout, axis)) > 1 and axis not in (known := FAMILIES[family].axes):
             expected = f"1 in a model of type {family}, which supports {', '.join(known)} only"

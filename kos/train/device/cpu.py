@@ -8,14 +8,13 @@ from collections.abc import Callable
 import numpy as np
 
 from kos.train.device import Device
-from kos.train.device.dry_run import DryOps, plan_memory
-from kos.train.device.memory_plan import GIB, plan_buckets
+from kos.train.device.dry_run import GIB, DryOps, plan_buckets, plan_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import Batch, Loss
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
-from kos.train.step import REPORT, Step, StepResult
+from kos.train.step import STATUS_FIELDS, Step, StepResult
 
 
 class CpuDevice(Device):
@@ -41,7 +40,7 @@ class CpuDevice(Device):
     def start_step(self, step: int, stop_request: int) -> None:
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
-        program.report[:REPORT] = stop_request, self.epoch, step + 1, self.newcomers
+        program.report[:STATUS_FIELDS] = stop_request, self.epoch, step + 1, self.newcomers
         whole, program.count[0] = self.source.micro_batches(step, self.micro_batches, self.mesh.dp)
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()

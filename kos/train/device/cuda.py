@@ -36,8 +36,7 @@ from kos.memory.sharded import Sharded
 from kos.train.checkpoint.state import WritePlan
 from kos.train.data.batches import Batches
 from kos.train.device import Device, Piece
-from kos.train.device.dry_run import plan_memory, slow_attention
-from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
+from kos.train.device.dry_run import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory, slow_attention
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
@@ -51,7 +50,7 @@ from kos.train.parallel.failures import gather_json, together
 from kos.train.parallel.gradients import Gradients, Weights
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.schedules import Action
-from kos.train.step import REPORT, Step, StepResult
+from kos.train.step import STATUS_FIELDS, Step, StepResult
 
 
 class _Staging(NamedTuple):
@@ -66,7 +65,7 @@ class _Staging(NamedTuple):
     taken: Event
 
 
-class Feed:
+class BatchPrefetcher:
     """This rank's rows of a step: the fields of ``batch`` are (micro_batches, B, T), where it reads them.
 
     ``count`` (1,) is the divisor of a micro-batch's sums (``Batches.micro_batches``).
@@ -139,7 +138,7 @@ class CudaDevice(Device):
     most_in_flight = 1
     """With ``--elastic`` there are none (``Elastic``)."""
 
-    feed: Feed | None
+    feed: BatchPrefetcher | None
     """Made for the first batch of its source."""
 
     _graph: Graph | None
@@ -309,7 +308,7 @@ class CudaDevice(Device):
             self._graph = self._graph or self._capture()
         elif first and self.mesh.pp.size > 1:
             self._load_kernels()
-        program.report[:REPORT].copy_from(result.inputs, stream)
+        program.report[:STATUS_FIELDS].copy_from(result.inputs, stream)
         if self._graph is not None:
             self._graph.replay(stream)
         else:
@@ -323,11 +322,11 @@ class CudaDevice(Device):
         super().use(source)
         self.feed = self._graph = None
 
-    def _make_feed(self, step: int) -> Feed:
+    def _make_feed(self, step: int) -> BatchPrefetcher:
         """Memory for the batches of ``source``, which the step reads from then on."""
         context, source, dp = self.step.models[0].context, self.source, self.mesh.dp
         about = source, source.read(step), self.config.seq_len, self.micro_batches, dp, context
-        self.feed = feed = Feed(*about, self.ops, self.step.count)
+        self.feed = feed = BatchPrefetcher(*about, self.ops, self.step.count)
         return feed
 
     def micro_batch(self, index: int) -> Batch:
@@ -431,7 +430,7 @@ class _PendingResult:
     def __init__(self, answers: Array, scalars: Array) -> None:
         device = answers.device
         self.inputs, self.answers, self.scalars = (
-            pinned_empty(shape, np.float64, device) for shape in (REPORT, answers.shape, scalars.shape)
+            pinned_empty(shape, np.float64, device) for shape in (STATUS_FIELDS, answers.shape, scalars.shape)
         )
         self.there, self._began = Event(device, timed=True), Event(device, timed=True)
         self._since, self.count = self._began, 0.0

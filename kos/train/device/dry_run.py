@@ -13,6 +13,7 @@ step and the bytes that a rank sends on each axis (``kos.train.tools.plan``):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,16 +22,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from kos.comm import compression
 from kos.comm.communicator import Communicator
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES
-from kos.errors import SettingError
+from kos.errors import ConfigError, SettingError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.device.costs import GPUS, ONE_HOST, Clock, Link, Network, Rates, TimedOps, cost, update_bytes
-from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
 from kos.train.layers.attention import Attention
 from kos.train.layers.lora import A, is_adapter
 from kos.train.machine import free_memory
@@ -43,10 +44,10 @@ from kos.train.ops.cuda.attention import MOST_HEAD_DIM, kernel_set, unsupported
 from kos.train.ops.numpy_attention import view_of_keys_and_values
 from kos.train.ops.parameters import OwnedSlices, Parameters
 from kos.train.ops.protocol import Ops
-from kos.train.optim import MatrixRule, UpdateRule, elements, state_of
+from kos.train.optim import CHUNK, MatrixRule, UpdateRule, elements, state_of
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.gradients import Weights
-from kos.train.parallel.mesh import Axis, Layout, Mesh
+from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.step import Step
@@ -96,15 +97,13 @@ class DryCudaOps(CudaOps):
         self.one_scale, self.hopper, self.sequential = ops.one_scale, ops.hopper, ops.sequential
 
     matmul = launch = copy = zero = staticmethod(_nothing)
+    make_arena: Any = DryOps.make_arena
 
     def fuses_swiglu(self, d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
         return False  # what is not fused takes more memory
 
     def to_host(self, array: Array) -> np.ndarray:
         return np.zeros(array.shape, array.dtype.numpy)
-
-    def make_arena(self) -> Arena:
-        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
 
     @contextmanager
     def step(self, arena: Arena) -> Iterator[None]:
@@ -116,10 +115,16 @@ class DryCudaOps(CudaOps):
         return Array(ALIGNMENT, shape, dtype, self.device)
 
     def rope_tables(self, frequencies: Any, positions: Any, dtype: Any, length: float = 1.0) -> tuple[Array, Array]:
-        shape = (len(positions), len(frequencies))
-        return self.zeros(shape, np.float32), self.zeros(shape, np.float32)
+        return (self.zeros((len(positions), len(frequencies)), np.float32),) * 2
 
 
+BUCKET_BYTES = 64 << 20  # at least
+HOST_BUCKET_BYTES = 4 << 20  # on CPUs
+BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
+ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
+HEAD_ROWS = 8192  # tokens whose logits are in memory at once
+ENCODED = 5  # times the bytes of a compressed bucket: what is sent, received and added
+GIB = 1 << 30
 RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
 AXES = {"gradients": "replicas", "tp": "tp", "pp": "pp", "cp": "cp"}
 """What a rank sends, and the axis of ``Mesh`` over which it sends it."""
@@ -138,8 +143,8 @@ class Job(NamedTuple):
     @property
     def exact(self) -> int:
         """See ``Mesh.exact``."""
-        local = self.network.local(self.layout, "dp", "cp")
-        return local if local < self.layout.dp * self.layout.cp else 1
+        local = self.network.local(self.layout, *DENSE)
+        return local if local < self.layout.replicas else 1
 
     def parts(self, stage_rank: int) -> tuple[Local, ...]:
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
@@ -167,7 +172,7 @@ class TimedMesh(Mesh):
         self._clock, self._network, self._of_a_host = clock, job.network, job.layout.ranks // job.network.hosts
         super().__init__(cast(Communicator, Link(clock, "world", rank, job.layout.ranks)), job.layout)
         for name, of_mesh in AXES.items():
-            axes = ("dp", "cp") if name == "gradients" else (name,)
+            axes = DENSE if name == "gradients" else (name,)
             setattr(self, of_mesh, self._link(name, getattr(self, of_mesh), job.network.local(job.layout, *axes)))
 
     def _link(self, name: str, axis: Axis, local: int = 0) -> Axis:
@@ -303,6 +308,81 @@ class DryRun(Step):
                         mine = self.dry.zeros((len(batch), *batch[0].part), config.compute_dtype)
                         self.mesh.tp.comm.all_gather(mine, x)
                     clock.operate("orthogonalize", *cost("orthogonalize", (x,)))
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes by what they are for, and how many are free; ``arena`` of them are for activations.
+
+    ``savings`` are the options that take less and are not used yet.
+    ``scratch`` and ``slot`` are the bytes of the arenas: that of what is computed and that of a micro-batch in flight.
+    """
+
+    uses: dict[str, int]
+    arena: int
+    free: int
+    device: str
+    savings: Sequence[str] = ()
+    scratch: int = 0
+    slot: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.uses.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.free
+
+    def check(self) -> MemoryPlan:
+        """This plan; ConfigError, with the options that can help, if it does not fit."""
+        if self.fits:
+            return self
+        uses = sorted(self.uses.items(), key=lambda use: -use[1])
+        raise ConfigError(
+            f"memory: expected at most {self.free / GIB:.2f} GiB, the memory free on {self.device}, "
+            f"got {self.total / GIB:.2f} GiB ({'; '.join(f'{name} {size / GIB:.2f}' for name, size in uses)}); "
+            f"to reduce it, use {' or '.join([*self.savings, 'a smaller model'])}"
+        )
+
+    def __str__(self) -> str:
+        rows = [f"  {name:<42}{size / GIB:>9.2f} GiB" for name, size in self.uses.items()]
+        rows.append(f"  {'total':<42}{self.total / GIB:>9.2f} GiB of {self.free / GIB:.2f} free on {self.device}")
+        return "\n".join(rows)
+
+
+def plan_buckets(
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool
+) -> Buckets:
+    """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
+    reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
+    regions, places = [{name for group in groups for name in group.names}], model.placements(*parts)
+    ends = (any(part.first for part in parts), any(part.last for part in parts))
+    tied_across_stages = model.tie_word_embeddings and ends[0] != ends[1]
+    if tied_across_stages and model.embedding in regions[0]:
+        regions = [regions[0] - {model.embedding}, {model.embedding}]
+    # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
+    order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].along("tp") is None)
+    shapes = {name: places[name].local for names in regions for name in order if name in names}
+    lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
+    ranks = reduction.replicas.size
+    sharded = config.zero == 1 and ranks > 1
+    unsplittable = frozenset(name for group in groups if group.rule for name in group.names)
+    mirrored = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
+    if config.device == "cpu":
+        blocks = 1 if config.compress == "none" else compression.BLOCK * mesh.exact("cpu")
+        multiple = CHUNK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
+        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, unsplittable, mirrored, *lies)
+    itemsize = DTYPES[config.grad_dtype].itemsize
+    if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank
+        whole, layout = model.placements(), mesh.layout  # so that all stages of a pipeline have buckets of equal size
+        trained = sum(math.prod(whole[name].shape) for names in regions for name in names)
+        nbytes = max(BUCKET_BYTES, itemsize * trained // (layout.pp * layout.tp) // BUCKETS)
+    multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
+    staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
+    if ranks > 1 and config.compress != "none":
+        staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
+        staging += 2 * nbytes * (mesh.exact("cuda") > 1)  # terms of exact sums, and with ZeRO-1 their results
+    return Buckets(multiple, nbytes, nbytes // 4, sharded, unsplittable, mirrored, *lies, staging)
 
 
 def plan_memory(

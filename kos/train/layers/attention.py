@@ -17,7 +17,7 @@ from kos.memory.sharded import Sharded
 from kos.train.layers import PassContext
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.norm import Norm
-from kos.train.layers.sublayer import Saved, Sublayer
+from kos.train.layers.sublayer import Activations, Sublayer
 from kos.train.ops import Array, Attend
 from kos.train.parallel.context import Masks
 from kos.train.parallel.tensor import Half
@@ -64,18 +64,18 @@ class Attention(Sublayer):
     """``column`` makes q, k and v, ``row`` takes the heads. ``heads`` and ``kv_heads`` are those of all ranks.
 
     With a ``window`` a query sees as many keys, its own included. ``norms`` are those of q and of k: of each head, or
-    for one rank of tp alone of all heads together, whichever their size is. ``asked`` are fields of ``Attend`` that are
-    the same in every call.
+    for one rank of tp alone of all heads together, whichever their size is. ``options`` are fields of ``Attend`` that
+    are the same in every call.
     """
 
-    cheap = False
+    recomputed = False
 
     def __init__(
         self, norm: Norm, qkv: ColumnLinear, o: RowLinear, heads: int, kv_heads: int, head_dim: int, rope: Rope | None,
-        window: int | None = None, norms: Sequence[Norm] = (), after: Norm | None = None, **asked: Any,
+        window: int | None = None, norms: Sequence[Norm] = (), after: Norm | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(norm, qkv, o, after)
-        self.window, self.norms, self.asked = window, norms, asked
+        self.window, self.norms, self.options = window, norms, options
         self.heads, self.kv_heads, self.head_dim, self.rope = heads, kv_heads, head_dim, rope
 
     def heads_of(self, shards: int) -> tuple[int, int]:
@@ -102,9 +102,9 @@ class Attention(Sublayer):
 
     def attend(self, heads: tuple[int, int], qkv_NW: Array, out_NA: Array, lse_BHT: Array) -> Attend:
         """What this layer asks of the operations, of so many query and kv heads."""
-        return Attend(qkv_NW, *heads, out_NA, lse_BHT, **self.asked)
+        return Attend(qkv_NW, *heads, out_NA, lse_BHT, **self.options)
 
-    def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
+    def core(self, ctx: PassContext, saved: Activations, half: Half, last: bool) -> Iterator[None]:
         """The halves attend apart. If a sample is in both, the last attends for both."""
         rows, raw, masks = half.rows, saved.of_core.raw, ctx.masks.get(self.window)
         assert saved.inner_NF is not None
@@ -131,7 +131,9 @@ class Attention(Sublayer):
         else:
             ctx.cp.attention(attend, ctx.arena, masks)
 
-    def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
+    def core_backward(
+        self, ctx: PassContext, saved: Activations, inner: Array, d_inner: Array, d_columns: Array
+    ) -> None:
         """The same backwards: d_qkv from the gradient of out, then through rope and norms, in place."""
         raw, masks = saved.of_core.raw, ctx.masks.get(self.window)
         attend = self.attend(self._heads(ctx), saved.columns_NW, inner, saved.of_core.lse_BHT)

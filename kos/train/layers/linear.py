@@ -110,32 +110,32 @@ class ColumnLinear(Linear):
         ends = [0, *accumulate(each)]
         return [*map(slice, ends, ends[1:])]
 
-    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array, lows: Sequence[Array], half: Half) -> None:
-        """For ``half``: out_NF = x_ND weight^T + bias, of these rows. ``lows`` are those of ``adapters``."""
+    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array, lora_hidden: Sequence[Array], half: Half) -> None:
+        """For ``half``: out_NF = x_ND weight^T + bias, of these rows. ``lora_hidden`` are those of ``adapters``."""
         ctx.ops.linear(x_ND, self._weight(ctx), out_NF, None, self._bias(ctx))
         if self.adapters:
-            self.adapters.forward(ctx, x_ND, lows, half.rows)
-            self.adapters.add(ctx, lows, out_NF, half.rows)
+            self.adapters.forward(ctx, x_ND, lora_hidden, half.rows)
+            self.adapters.add(ctx, lora_hidden, out_NF, half.rows)
 
     def backward(
-        self, ctx: PassContext, d_out_NF: Array, dx_nD: Array, d_lows: Sequence[Array]
+        self, ctx: PassContext, d_out_NF: Array, dx_nD: Array, d_lora_hidden: Sequence[Array]
     ) -> Callable[[], object]:
         """Begin to compute ``dx_nD``, whose sum over ranks overlaps the second half of the matmul.
 
-        ``d_lows`` are those of ``adapters``. The returned function completes ``dx_nD``. Until it returns, ``ctx.arena``
-        holds scratch memory.
+        ``d_lora_hidden`` are those of ``adapters``. The returned function completes ``dx_nD``. Until it returns,
+        ``ctx.arena`` holds scratch memory.
         """
         weight, adapters = self._weight(ctx), self.adapters
         if ctx.tp.size == 1:
             ctx.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
             if adapters and not ctx.tp.in_order:
-                adapters.input_gradient(ctx, d_lows, dx_nD, slice(0, len(dx_nD)))
+                adapters.input_gradient(ctx, d_lora_hidden, dx_nD, slice(0, len(dx_nD)))
         term_ND, waits = ctx.tp.empty_terms(dx_nD, ctx.arena), list[Callable[[], object]]()
 
         def compute_terms(rows: slice, terms: Array) -> None:
             ctx.ops.linear_input_gradient(d_out_NF[rows], weight, terms)
             if adapters and not ctx.tp.in_order:
-                adapters.input_gradient(ctx, d_lows, terms, rows)
+                adapters.input_gradient(ctx, d_lora_hidden, terms, rows)
 
         for half in ctx.tp.halves(len(term_ND)) if ctx.tp.size > 1 else ():
             waits.append(ctx.tp.compute_and_start_sum(compute_terms, term_ND, dx_nD, half, ctx.arena))
@@ -144,7 +144,7 @@ class ColumnLinear(Linear):
             for wait in waits:
                 wait()
             if adapters and ctx.tp.in_order:  # the gradients of all members are summed first
-                ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lows), ctx.arena)
+                ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lora_hidden), ctx.arena)
 
         return complete
 
@@ -156,22 +156,22 @@ class RowLinear(Linear):
 
     def forward(
         self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half,
-        lows: Sequence[Array],
+        lora_hidden: Sequence[Array],
     ) -> Callable[[], None]:  # fmt: skip
         """For ``half``: out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features.
 
-        ``lows`` are those of ``adapters``. The returned function completes ``out_nD``. Until then the product is in
-        ``term_ND``.
+        ``lora_hidden`` are those of ``adapters``. The returned function completes ``out_nD``. Until then the product is
+        in ``term_ND``.
         """
         (rows, own), weight, bias, adapters = half, self._weight(ctx), self._bias(ctx), self.adapters
         if adapters:
-            adapters.forward(ctx, x_NF[rows], lows, rows)
+            adapters.forward(ctx, x_NF[rows], lora_hidden, rows)
         if ctx.tp.size == 1:
             ctx.ops.linear(x_NF, weight, out_nD, residual_nD, bias)
             if adapters and ctx.tp.in_order:
-                ctx.tp.add_own(out_nD, partial(adapters.add, ctx, lows), ctx.arena)
+                ctx.tp.add_own(out_nD, partial(adapters.add, ctx, lora_hidden), ctx.arena)
             elif adapters:
-                adapters.add(ctx, lows, out_nD, rows)
+                adapters.add(ctx, lora_hidden, out_nD, rows)
             return lambda: None
         first, later = ctx.tp.axis.rank == 0, ctx.tp.splits_rows  # whether the residual is added after the sum
         added = residual_nD if first and not later else None
@@ -179,7 +179,7 @@ class RowLinear(Linear):
         def compute_terms(rows: slice, terms: Array) -> None:
             ctx.ops.linear(x_NF[rows], weight, terms, added, bias if first else None)
             if adapters and not ctx.tp.in_order:
-                adapters.add(ctx, lows, terms, rows)
+                adapters.add(ctx, lora_hidden, terms, rows)
 
         wait = ctx.tp.compute_and_start_sum(compute_terms, term_ND, out_nD, half)
 
@@ -188,25 +188,25 @@ class RowLinear(Linear):
             if later:
                 ctx.ops.add(out_nD[own], residual_nD[own], out_nD[own])
             if adapters and ctx.tp.in_order:
-                ctx.tp.add_own(out_nD, partial(adapters.add, ctx, lows), ctx.arena)
+                ctx.tp.add_own(out_nD, partial(adapters.add, ctx, lora_hidden), ctx.arena)
 
         return complete
 
     def backward(
-        self, ctx: PassContext, d_out: Any, d_out_ND: Array, dx_NF: Array, x_NF: Array, lows: Sequence[Array]
+        self, ctx: PassContext, d_out: Any, d_out_ND: Array, dx_NF: Array, x_NF: Array, lora_hidden: Sequence[Array]
     ) -> None:
         """dx_NF = d_out_ND weight, and the gradients of ``adapters``. ``d_out``: as ``LinearOps.gradient`` gives it.
 
-        ``lows`` are those of ``adapters``, or () if they must be computed again.
+        ``lora_hidden`` are those of ``adapters``, or () if they must be computed again.
         """
         ctx.ops.linear_input_gradient(d_out, self._weight(ctx), dx_NF)
         if self.adapters:
             with ctx.arena.scope():
                 rows = slice(0, len(d_out_ND))
-                d_lows = self.adapters.empty(ctx, rows.stop, d_out_ND.dtype, ctx.arena)
-                if not lows:
-                    lows = self.adapters.empty(ctx, rows.stop, d_out_ND.dtype, ctx.arena)
-                    self.adapters.forward(ctx, x_NF, lows, rows)
-                self.adapters.backward(ctx, d_out_ND, lows, d_lows)
-                self.adapters.input_gradient(ctx, d_lows, dx_NF, rows)
-                self.adapters.gradient_of_a(ctx, d_lows, x_NF)
+                d_lora_hidden = self.adapters.empty(ctx, rows.stop, d_out_ND.dtype, ctx.arena)
+                if not lora_hidden:
+                    lora_hidden = self.adapters.empty(ctx, rows.stop, d_out_ND.dtype, ctx.arena)
+                    self.adapters.forward(ctx, x_NF, lora_hidden, rows)
+                self.adapters.backward(ctx, d_out_ND, lora_hidden, d_lora_hidden)
+                self.adapters.input_gradient(ctx, d_lora_hidden, dx_NF, rows)
+                self.adapters.gradient_of_a(ctx, d_lora_hidden, x_NF)

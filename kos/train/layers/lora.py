@@ -75,8 +75,8 @@ def module_of(name: str) -> str:
 class Adapters:
     """The adapters of those members of ``linear`` (``kos.train.layers.linear``) that ``lora`` names.
 
-    ``lows`` has one array (N, rank) for each adapted member: x A^T times ``Lora.scale``.  ``d_lows`` has the gradients
-    of x A^T.
+    ``lora_hidden`` has one array (N, rank) for each adapted member: x A^T times ``Lora.scale``.  ``d_lora_hidden`` has
+    the gradients of x A^T.
     """
 
     def __init__(self, linear: Any, lora: Lora) -> None:
@@ -108,21 +108,21 @@ class Adapters:
         }  # fmt: skip
 
     def empty(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> list[Array]:
-        """Allocate memory for ``lows`` or for ``d_lows``."""
+        """Allocate memory for ``lora_hidden`` or for ``d_lora_hidden``."""
         return [arena.take((tokens, self.lora.rank), dtype) for _ in self.members]
 
     # --- forward -----------------------------------------------------------------------------------------
 
-    def forward(self, ctx: PassContext, x: Array, lows: Sequence[Array], rows: slice) -> None:
-        """Compute lows[rows] = scale x A^T; ``x`` has only these rows."""
+    def forward(self, ctx: PassContext, x: Array, lora_hidden: Sequence[Array], rows: slice) -> None:
+        """Compute lora_hidden[rows] = scale x A^T; ``x`` has only these rows."""
         ops = ctx.ops.of_adapters
-        for name, low in zip(self.members.values(), lows, strict=True):
+        for name, low in zip(self.members.values(), lora_hidden, strict=True):
             ops.low_rank(x, ops.matrix(ctx.weights, name + A), low[rows], True, self.lora.scale, False, ctx.arena)
 
-    def add(self, ctx: PassContext, lows: Sequence[Array], out: Array, rows: slice) -> None:
-        """Add lows[rows] B^T to ``out``, which has only these rows."""
+    def add(self, ctx: PassContext, lora_hidden: Sequence[Array], out: Array, rows: slice) -> None:
+        """Add lora_hidden[rows] B^T to ``out``, which has only these rows."""
         ops = ctx.ops.of_adapters
-        for name, low, columns in zip(self.members.values(), lows, self._columns(ctx, out), strict=True):
+        for name, low, columns in zip(self.members.values(), lora_hidden, self._columns(ctx, out), strict=True):
             ops.low_rank(low[rows], ops.matrix(ctx.weights, name + B), columns, True, 1.0, True, ctx.arena)
 
     def _columns(self, ctx: PassContext, x: Array) -> list[Array]:
@@ -132,25 +132,28 @@ class Adapters:
 
     # --- backward ----------------------------------------------------------------------------------------
 
-    def backward(self, ctx: PassContext, d_out: Array, lows: Sequence[Array], d_lows: Sequence[Array]) -> None:
-        """Compute d_lows = scale d_out B, and the gradient of B."""
+    def backward(
+        self, ctx: PassContext, d_out: Array, lora_hidden: Sequence[Array], d_lora_hidden: Sequence[Array]
+    ) -> None:
+        """Compute d_lora_hidden = scale d_out B, and the gradient of B."""
         ops, (of, accumulate, final) = ctx.ops.of_adapters, ctx.into
-        for name, low, d_low, d in zip(self.members.values(), lows, d_lows, self._columns(ctx, d_out), strict=True):
+        each = zip(self.members.values(), lora_hidden, d_lora_hidden, self._columns(ctx, d_out), strict=True)
+        for name, low, d_low, d in each:
             ops.low_rank(d, ops.matrix(ctx.weights, name + B), d_low, False, self.lora.scale, False, ctx.arena)
             if name + B in of:  # low includes the factor ``scale`` of this gradient
                 ops.linear_weight_gradient(d, low, ops.matrix(of, name + B), accumulate, ctx.arena)
                 final(name + B)
 
-    def input_gradient(self, ctx: PassContext, d_lows: Sequence[Array], dx: Array, rows: slice) -> None:
-        """Add d_lows[rows] A to ``dx``, which has only these rows."""
+    def input_gradient(self, ctx: PassContext, d_lora_hidden: Sequence[Array], dx: Array, rows: slice) -> None:
+        """Add d_lora_hidden[rows] A to ``dx``, which has only these rows."""
         ops = ctx.ops.of_adapters
-        for name, d_low in zip(self.members.values(), d_lows, strict=True):
+        for name, d_low in zip(self.members.values(), d_lora_hidden, strict=True):
             ops.low_rank(d_low[rows], ops.matrix(ctx.weights, name + A), dx, False, 1.0, True, ctx.arena)
 
-    def gradient_of_a(self, ctx: PassContext, d_lows: Sequence[Array], x: Array) -> None:
+    def gradient_of_a(self, ctx: PassContext, d_lora_hidden: Sequence[Array], x: Array) -> None:
         """Compute the gradient of A from ``x``, the input of the layer."""
         ops, (of, accumulate, final) = ctx.ops.of_adapters, ctx.into
-        for name, d_low in zip(self.members.values(), d_lows, strict=True):
+        for name, d_low in zip(self.members.values(), d_lora_hidden, strict=True):
             if name + A in of:
                 ops.linear_weight_gradient(d_low, x, ops.matrix(of, name + A), accumulate, ctx.arena)
                 final(name + A)

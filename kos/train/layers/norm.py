@@ -14,20 +14,20 @@ from kos.train.ops.linear import bias_of
 class Norm:
     """RMSNorm of rows (n, ``size``), or of the heads of q or k.
 
-    ``asked`` are the fields of ``Normalize`` that are the same in every call, such as ``eps``.
+    ``options`` are the fields of ``Normalize`` that are the same in every call, such as ``eps``.
     """
 
-    def __init__(self, name: str, size: int, **asked: Any) -> None:
-        self.name, self.size, self.asked = name, size, asked
+    def __init__(self, name: str, size: int, **options: Any) -> None:
+        self.name, self.size, self.options = name, size, options
         self.written = False
         """Whether something besides the next product reads the normed rows."""
 
     def placements(self) -> dict[str, Sharded]:
         return {self.name: Sharded((self.size,), initial=1.0)}
 
-    def asks(self, ctx: PassContext) -> Normalize:
+    def spec(self, ctx: PassContext) -> Normalize:
         """What this norm asks of the operations."""
-        return Normalize(ctx.weights[self.name], **self.asked)
+        return Normalize(ctx.weights[self.name], **self.options)
 
     def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> Array:
         """Memory for what the backward needs of a row."""
@@ -39,11 +39,11 @@ class Norm:
 
     def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
         """Write ``rows`` of ``out_nD`` and ``statistics``."""
-        ctx.ops.normalize(x_nD[rows], self.asks(ctx), out_nD[rows], statistics[rows])
+        ctx.ops.normalize(x_nD[rows], self.spec(ctx), out_nD[rows], statistics[rows])
 
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
         """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
-        return None if self.written else ctx.ops.normed(x_nD, self.asks(ctx), statistics)
+        return None if self.written else ctx.ops.normed(x_nD, self.spec(ctx), statistics)
 
     def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
         """The normed rows of ``x_nD``, in ``arena``."""
@@ -56,18 +56,18 @@ class Norm:
         """Add to ``dx``; overwrite ``d_out``."""
         (_, accumulate, final), names = ctx.into, [*self.placements()]
         d_weight, *d_bias = map(ctx.gradient, names)
-        ctx.ops.normalize_backward(d_out, x, self.asks(ctx), statistics, dx, d_weight, accumulate, ctx.arena, *d_bias)
+        ctx.ops.normalize_backward(d_out, x, self.spec(ctx), statistics, dx, d_weight, accumulate, ctx.arena, *d_bias)
         for name in names:
             final(name)
 
     def forward_heads(self, ctx: PassContext, x_NW: Array, heads: slice, raw: Array) -> None:
         """Norm ``heads``, counted in ``size``, in place. ``raw`` gets what they were."""
-        ctx.ops.head_norm(x_NW, self.asks(ctx), heads, raw)
+        ctx.ops.head_norm(x_NW, self.spec(ctx), heads, raw)
 
     def backward_heads(self, ctx: PassContext, raw: Array, heads: slice, dx_NW: Array) -> None:
         """The gradient of ``heads``, in place."""
         _, accumulate, final = ctx.into
-        ctx.ops.head_norm_backward(raw, self.asks(ctx), heads, dx_NW, ctx.gradient(self.name), accumulate, ctx.arena)
+        ctx.ops.head_norm_backward(raw, self.spec(ctx), heads, dx_NW, ctx.gradient(self.name), accumulate, ctx.arena)
         final(self.name)
 
 
@@ -80,14 +80,14 @@ class LayerNorm(Norm):
     def placements(self) -> dict[str, Sharded]:
         return super().placements() | {bias_of(self.name): Sharded((self.size,), initial=0.0)}
 
-    def asks(self, ctx: PassContext) -> Normalize:
-        return super().asks(ctx)._replace(bias=ctx.weights[bias_of(self.name)])
+    def spec(self, ctx: PassContext) -> Normalize:
+        return super().spec(ctx)._replace(bias=ctx.weights[bias_of(self.name)])
 
     def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> Array:
         return arena.take((2, len(x_nD)), ctx.ops.statistics_dtype(x_nD.dtype))
 
     def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
-        ctx.ops.normalize(x_nD, self.asks(ctx), out_nD, statistics)
+        ctx.ops.normalize(x_nD, self.spec(ctx), out_nD, statistics)
 
 
 class NoNorm(Norm):

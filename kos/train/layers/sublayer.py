@@ -2,7 +2,7 @@
 
 Most families have the first norm alone, some the last (``NoNorm`` is the first, then).
 
-Attention and MLP differ in the core. A forward is enter, compute, leave: what begins in ``enter`` and ``leave`` are the
+Attention and MLP differ in the core. A forward is gather_in, compute, reduce_out. The first and the last begin the
 collectives of tensor parallelism, and ``Model`` runs the other half of the tokens while they are under way.
 
 Suffixes name dimensions: N = B T tokens, n those of them in this rank's residual stream, D hidden, W columns of the
@@ -31,7 +31,7 @@ class Branch(NamedTuple):
     statistics_n: Array
 
 
-class Saved(NamedTuple):
+class Activations(NamedTuple):
     """The arrays that a forward writes and its backward reads. The backward recomputes those that are None."""
 
     x_nD: Array
@@ -49,16 +49,16 @@ class Saved(NamedTuple):
     branch: Branch | None = None
     """If there is a norm at its end."""
 
-    column_lows: Sequence[Array] = ()
+    column_lora_hidden: Sequence[Array] = ()
     """Of the first product's adapters."""
 
-    row_lows: Sequence[Array] = ()
+    row_lora_hidden: Sequence[Array] = ()
 
 
 class Sublayer:
     """x + after(row(core(column(norm(x))))). A subclass has the core. ``after``: a norm, for one rank of tp alone."""
 
-    cheap: ClassVar[bool]
+    recomputed: ClassVar[bool]
     """Whether the core's output is cheap to compute again (``activate``)."""
 
     def __init__(self, norm: Norm, column: ColumnLinear, row: RowLinear, after: Norm | None = None) -> None:
@@ -91,32 +91,32 @@ class Sublayer:
     def save_core(self, ctx: PassContext, tokens: int, seq_len: int, dtype: Any, arena: Arena) -> Any:
         """Memory for what the core's backward needs besides its input and output."""
 
-    def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
+    def core(self, ctx: PassContext, saved: Activations, half: Half, last: bool) -> Iterator[None]:
         """Write ``inner_NF`` of a half, if it is there. Yields where a turn ends. ``last``: this is the last half."""
         raise NotImplementedError
 
     def activate(self, ctx: PassContext, columns_NW: Array, inner_NF: Array) -> None:
-        """Write the output of a ``cheap`` core.  A backward calls it too, to compute the output again."""
+        """Write the output of a ``recomputed`` core.  A backward calls it too, to compute the output again."""
         raise NotImplementedError
 
-    def core_backward(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array, d_columns: Array) -> None:
+    def core_backward(self, ctx: PassContext, saved: Activations, inner: Any, d_inner: Array, d_columns: Array) -> None:
         """Write the gradient of the core's input. ``inner``: None if only its copy in 8 bits was saved."""
         raise NotImplementedError
 
     def inner_of(self, ctx: PassContext, columns_NW: Array) -> Any:
         """The core's output as the second product takes it without memory of its own; None: it needs memory."""
 
-    def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
+    def column_gradient(self, ctx: PassContext, saved: Activations, inner: Any, d_inner: Array) -> Any:
         """The gradient of the first product's output, as ``LinearOps.gradient`` gives it to both of the backward."""
         d_columns = self.empty_gradient(ctx, saved)
         self.core_backward(ctx, saved, inner, d_inner, d_columns)
         return self.quantized_gradient(ctx, d_columns)
 
-    def fused_gradient(self, ctx: PassContext, saved: Saved, d_out: Any) -> Any:
+    def fused_gradient(self, ctx: PassContext, saved: Activations, d_out: Any) -> Any:
         """``column_gradient``, computed in the same kernel as the second matmul's backward; None where this is not
         faster."""
 
-    def empty_gradient(self, ctx: PassContext, saved: Saved) -> Array:
+    def empty_gradient(self, ctx: PassContext, saved: Activations) -> Array:
         """Memory for the gradient of the first matmul's output."""
         arena = ctx.keep_for(self.column) if ctx.ops.reads_16(self.column.bias) else ctx.arena
         return self._empty_columns(ctx, len(saved.columns_NW), saved.columns_NW.dtype, arena)
@@ -128,22 +128,23 @@ class Sublayer:
 
     # --- forward -------------------------------------------------------------------------------------------
 
-    def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, cheap: Arena | None) -> Saved:
-        """Memory for what a forward writes: in ``arena``, and what is cheap to compute again in ``cheap``, if given."""
+    def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, recomputed: Arena | None) -> Activations:
+        """Memory for what a forward writes: in ``arena``; what is cheap to compute again in ``recomputed``, if any."""
         tokens, dtype = ctx.tp.tokens(len(x_nD)), x_nD.dtype
         widths = (self.column, self.column.columns), (self.row, self.row.columns // ctx.tp.size)
-        eight = [ctx.ops.empty_transposed((tokens, f), cheap) if cheap and not linear.adapters else None
+        eight = [ctx.ops.empty_transposed((tokens, f), recomputed) if recomputed and not linear.adapters else None
                  for linear, f in widths]  # fmt: skip
-        lows = [each.adapters.empty(ctx, tokens, dtype, arena) if each.adapters else () for each, _ in widths]
-        of_normed, of_inner = (None if made else cheap for made in eight)
-        of_inner, columns = of_inner if self.cheap else arena, self._empty_columns(ctx, tokens, dtype, arena)
+        lora_hidden = [each.adapters.empty(ctx, tokens, dtype, arena) if each.adapters else () for each, _ in widths]
+        of_normed, of_inner = (None if made else recomputed for made in eight)
+        of_inner, columns = of_inner if self.recomputed else arena, self._empty_columns(ctx, tokens, dtype, arena)
         inner = self.inner_of(ctx, columns) or (of_inner and self.empty_inner(ctx, tokens, dtype, of_inner))
         branch = None
         if self.after is not None:
             branch = Branch(arena.take(x_nD.shape, dtype), self.after.statistics(ctx, x_nD, arena))
-        return Saved(
+        return Activations(
             x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and self.norm.empty(x_nD, of_normed), columns,
-            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), eight[0], eight[1], branch, lows[0], lows[1],
+            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), eight[0], eight[1], branch, lora_hidden[0],
+            lora_hidden[1],
         )  # fmt: skip
 
     def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
@@ -153,21 +154,21 @@ class Sublayer:
         """Memory for the core's output."""
         return ctx.ops.empty_columns(arena, tokens, self.row.columns // ctx.tp.size, dtype)
 
-    def enter(self, ctx: PassContext, saved: Saved, exchange_ND: Array, half: Half) -> Callable[[], Array]:
+    def gather_in(self, ctx: PassContext, saved: Activations, exchange_ND: Array, half: Half) -> Callable[[], Array]:
         """Norm, and begin to gather the rows of all ranks. The returned function waits for them."""
         if (fused := self.norm.fused(ctx, saved.x_nD, saved.statistics_n)) is not None:
             return lambda: fused
         self.norm.forward(ctx, saved.x_nD, saved.normed_nD, saved.statistics_n, half.own)
         return ctx.tp.start_gather(saved.normed_nD, exchange_ND, [half])
 
-    def compute(self, ctx: PassContext, saved: Saved, x_ND: Array, half: Half, last: bool) -> Iterator[None]:
+    def compute(self, ctx: PassContext, saved: Activations, x_ND: Array, half: Half, last: bool) -> Iterator[None]:
         """The first product and the core. Yields where a turn ends."""
         x_ND = x_ND[half.rows] if saved.normed_8 is None else saved.normed_8.of(x_ND)
-        self.column.forward(ctx, x_ND, saved.columns_NW[half.rows], saved.column_lows, half)
+        self.column.forward(ctx, x_ND, saved.columns_NW[half.rows], saved.column_lora_hidden, half)
         yield from self.core(ctx, saved, half, last)
 
-    def leave(
-        self, ctx: PassContext, saved: Saved, terms_ND: Array, out_nD: Array | None, half: Half
+    def reduce_out(
+        self, ctx: PassContext, saved: Activations, terms_ND: Array, out_nD: Array | None, half: Half
     ) -> Callable[[], None]:
         """The second product, and begin its sum over ranks. The returned function waits, and adds to the stream.
 
@@ -175,10 +176,10 @@ class Sublayer:
         """
         inner_NF = saved.inner_NF if saved.inner_8 is None else saved.inner_8.of(saved.inner_NF)
         if saved.branch is None:
-            return self.row.forward(ctx, inner_NF, terms_ND, out_nD, saved.x_nD, half, saved.row_lows)
+            return self.row.forward(ctx, inner_NF, terms_ND, out_nD, saved.x_nD, half, saved.row_lora_hidden)
         (branch_nD, statistics), after = saved.branch, self.after
         assert after is not None
-        self.row.forward(ctx, inner_NF, terms_ND, branch_nD, None, half, saved.row_lows)()
+        self.row.forward(ctx, inner_NF, terms_ND, branch_nD, None, half, saved.row_lora_hidden)()
 
         def complete() -> None:
             with ctx.arena.scope():
@@ -191,7 +192,7 @@ class Sublayer:
     # --- backward ------------------------------------------------------------------------------------------
 
     def backward(
-        self, ctx: PassContext, saved: Saved, dx_nD: Array, d_out_ND: Array, dx_ND: Array, more: bool
+        self, ctx: PassContext, saved: Activations, dx_nD: Array, d_out_ND: Array, dx_ND: Array, more: bool
     ) -> Array:
         """Replaces the gradient of the output in ``dx_nD`` by the gradient of the input.
 
@@ -205,18 +206,18 @@ class Sublayer:
                 d_out_ND = self._branch_gradient(ctx, saved.branch, dx_nD)
             normed, inner = self._operands(ctx, saved)
             d_out = ctx.ops.gradient(d_out_ND, ctx.keep if ctx.trains(self.row) else None)
-            d_columns, d_lows = self.fused_gradient(ctx, saved, d_out), list[Array]()
+            d_columns, d_lora_hidden = self.fused_gradient(ctx, saved, d_out), list[Array]()
             if d_columns is None:
                 d_inner_NF = self.empty_inner(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
-                self.row.backward(ctx, d_out, d_out_ND, d_inner_NF, inner, saved.row_lows)
+                self.row.backward(ctx, d_out, d_out_ND, d_inner_NF, inner, saved.row_lora_hidden)
                 d_columns = self.column_gradient(ctx, saved, inner, d_inner_NF)
             if self.column.adapters:
-                d_lows = self.column.adapters.empty(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
-                self.column.adapters.backward(ctx, ctx.ops.read_16(d_columns), saved.column_lows, d_lows)
+                d_lora_hidden = self.column.adapters.empty(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
+                self.column.adapters.backward(ctx, ctx.ops.read_16(d_columns), saved.column_lora_hidden, d_lora_hidden)
             with arena.scope():
                 d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
                 with arena.scope():
-                    summed = self.column.backward(ctx, d_columns, d_normed_nD, d_lows)
+                    summed = self.column.backward(ctx, d_columns, d_normed_nD, d_lora_hidden)
                     ctx.weight_gradient(self.row, d_out, saved.inner_8 or inner)
                     summed()
                 of_norm = ctx.into._replace(final=finished.append)  # final after the matrix, in their order in memory
@@ -225,12 +226,12 @@ class Sublayer:
             x_ND = normed()
             ctx.weight_gradient(self.column, d_columns, x_ND)
             if self.column.adapters:
-                self.column.adapters.gradient_of_a(ctx, d_lows, x_ND)
+                self.column.adapters.gradient_of_a(ctx, d_lora_hidden, x_ND)
             for name in finished:
                 ctx.into.final(name)
             return arrived()
 
-    def _operands(self, ctx: PassContext, saved: Saved) -> tuple[Callable[[], Any], Any]:
+    def _operands(self, ctx: PassContext, saved: Activations) -> tuple[Callable[[], Any], Any]:
         """The inputs of both products, as they were saved or computed again; the first waits for all ranks' rows."""
         x_nD, statistics, normed, inner = saved.x_nD, saved.statistics_n, saved.normed_nD, saved.inner_NF
         unread, keep = not ctx.reads_input(self.column), ctx.keep_for(self.column)

@@ -131,7 +131,7 @@ class Head:
             if weights_N is None:
                 return
         else:
-            ops.own_loss(self.custom_loss, logits_Nv, batch, losses_N, count is not None)
+            ops.custom_loss(self.custom_loss, logits_Nv, batch, losses_N, count is not None)
             weights_N, divisor = None, count
         ops.scale_rows(losses_N.reshape(-1, 1), targets_N, weights_N, None)
         if count is not None:

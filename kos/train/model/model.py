@@ -22,7 +22,7 @@ from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
 from kos.train.layers import PassContext
 from kos.train.layers.attention import Attention, Cache
-from kos.train.layers.sublayer import Saved, Sublayer
+from kos.train.layers.sublayer import Activations, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.ops import Array, Batch, Loss
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from kos.train.config.options import TrainConfig
 
 
-class Call(NamedTuple):
+class SublayerCall(NamedTuple):
     """A sublayer's forward: the arrays that it writes, and its output. Without an output it ends at what is saved."""
 
     sublayer: Sublayer
-    saved: Saved
+    saved: Activations
     out_nD: Array | None
 
     @property
-    def leaves(self) -> bool:
+    def has_output(self) -> bool:
         """Whether the second product is computed."""
         return self.out_nD is not None or self.saved.branch is not None
 
@@ -67,7 +67,7 @@ class InFlight:
         self.seq_len = 0
         self.masks: Mapping[int | None, Masks] = {}  # for each window that a layer has
         self.inputs: list[Array] = []  # of each layer
-        self.saved: list[list[Saved]] = []  # of each layer's sublayers; none where whole layers are computed again
+        self.saved: list[list[Activations]] = []  # of each sublayer; none where whole layers are computed again
         self.out_nD: Array | None = None
         self.pending: list[Callable[[PassContext], None]] = []  # of weights' gradients, deferred by a backward
         self.d_out_nD: Array | None = None  # where another stage of this rank has left it
@@ -156,7 +156,7 @@ class Model:
         with self.arena.scope():
             saved = flight.saved
             if flight.inputs and not saved:  # nothing is saved, so layers of the same adapters use the same memory
-                shared = dict[Any, list[Saved]]()
+                shared = dict[Any, list[Activations]]()
                 for layer, x in zip(self.layers, flight.inputs, strict=True):
                     kind = tuple(sublayer.adapted for sublayer in layer)
                     if kind not in shared:
@@ -275,19 +275,19 @@ class Model:
 
     # --- the driver ----------------------------------------------------------------------------------------
 
-    def _save(self, layer: Sequence[Sublayer], x_nD: Array, seq_len: int, arena: Arena) -> list[Saved]:
+    def _save(self, layer: Sequence[Sublayer], x_nD: Array, seq_len: int, arena: Arena) -> list[Activations]:
         """Memory for what a layer's forward writes; what is cheap to make again has none, unless all is saved."""
-        saved, cheap = list[Saved](), arena if self.recompute == "none" else None
+        saved, recomputed = list[Activations](), arena if self.recompute == "none" else None
         for sublayer in layer:
             x_nD = arena.take(x_nD.shape, x_nD.dtype) if saved else x_nD
-            saved.append(sublayer.save(self._ctx, x_nD, seq_len, arena, cheap))
+            saved.append(sublayer.save(self._ctx, x_nD, seq_len, arena, recomputed))
         return saved
 
-    def _again(self, ctx: PassContext, layer: Sequence[Sublayer], x_nD: Array, seq_len: int) -> list[Saved]:
+    def _again(self, ctx: PassContext, layer: Sequence[Sublayer], x_nD: Array, seq_len: int) -> list[Activations]:
         """A second forward of a layer, up to what its backward needs."""
         saved = self._save(layer, x_nD, seq_len, ctx.keep)
         if saved[-1].branch is None:  # its second product is not computed again, and so not what adapters keep of it
-            saved[-1] = saved[-1]._replace(row_lows=())
+            saved[-1] = saved[-1]._replace(row_lora_hidden=())
         self._forward(ctx, _calls(layer, saved, None))
         return saved
 
@@ -305,7 +305,7 @@ class Model:
             ctx.ops.copy(dx_nD, d_out_ND)
         return d_out_ND, self.tensor.empty_rows(dx_nD, ctx.keep) if more else d_out_ND
 
-    def _forward(self, ctx: PassContext, calls: Sequence[Call]) -> None:
+    def _forward(self, ctx: PassContext, calls: Sequence[SublayerCall]) -> None:
         """The forward of these sublayers, one after another. The halves of the tokens take turns.
 
         A turn ends where a half waits for a collective, or where the other half can start one. The second half is one
@@ -323,27 +323,29 @@ class Model:
             terms_ND = self.tensor.empty_terms(calls[0].saved.x_nD, self.arena, exchange_ND)
             calls = self._with_scratch(ctx, calls)
             halves = self.tensor.halves(len(calls[0].saved.columns_NW))
-            turns = [self._turns(ctx, calls, exchange_ND, terms_ND, half, half is halves[-1]) for half in halves]
-            next(turns[0])
-            for _ in itertools.zip_longest(*turns):
+            memory = exchange_ND, terms_ND
+            steps = [self._overlap_steps(ctx, calls, *memory, half, half is halves[-1]) for half in halves]
+            next(steps[0])
+            for _ in itertools.zip_longest(*steps):
                 pass
 
-    def _turns(
-        self, ctx: PassContext, calls: Sequence[Call], exchange_ND: Array, terms_ND: Array, half: Half, last: bool
-    ) -> Iterator[None]:
+    def _overlap_steps(
+        self, ctx: PassContext, calls: Sequence[SublayerCall], exchange_ND: Array, terms_ND: Array, half: Half,
+        last: bool,
+    ) -> Iterator[None]:  # fmt: skip
         """Yields at the end of each turn. Memory: ``exchange_ND`` for gathered rows, ``terms_ND`` for terms of sums."""
         for call in calls:
             sublayer, saved, out_nD = call
-            arrived = sublayer.enter(ctx, saved, exchange_ND, half)
+            arrived = sublayer.gather_in(ctx, saved, exchange_ND, half)
             yield
             yield from sublayer.compute(ctx, saved, arrived(), half, last)
-            if not call.leaves:
+            if not call.has_output:
                 return
-            complete = sublayer.leave(ctx, saved, terms_ND, out_nD, half)
+            complete = sublayer.reduce_out(ctx, saved, terms_ND, out_nD, half)
             yield
             complete()
 
-    def _with_scratch(self, ctx: PassContext, calls: Sequence[Call]) -> Sequence[Call]:
+    def _with_scratch(self, ctx: PassContext, calls: Sequence[SublayerCall]) -> Sequence[SublayerCall]:
         """Scratch memory, the same for all, for what the calls do not save; the last that has no output needs less."""
         first, inner = calls[0].saved, dict[int, Array]()
         if all(call.saved.normed_nD is not None for call in calls):
@@ -352,10 +354,10 @@ class Model:
         fused = all(each.norm.fused(ctx, saved.x_nD, saved.statistics_n) is not None for each, saved, _ in unsaved)
         normed_nD = None if fused else self.arena.take(first.x_nD.shape, first.x_nD.dtype)
 
-        def filled(call: Call) -> Call:
+        def filled(call: SublayerCall) -> SublayerCall:
             sublayer, saved, _ = call
             inner_NF, features = saved.inner_NF, sublayer.row.columns
-            if inner_NF is None and call.leaves:
+            if inner_NF is None and call.has_output:
                 if features not in inner:
                     tokens, dtype = len(saved.columns_NW), saved.columns_NW.dtype
                     inner[features] = sublayer.empty_inner(self._ctx, tokens, dtype, self.arena)
@@ -370,9 +372,9 @@ Result = Callable[[Model, Weights, InFlight], Any]
 """What is computed of the last stage's output, while scratch memory is in use: ``Model.loss_of``, ``logits_of``."""
 
 
-def _calls(layer: Sequence[Sublayer], saved: Sequence[Saved], out_nD: Array | None) -> list[Call]:
+def _calls(layer: Sequence[Sublayer], saved: Sequence[Activations], out_nD: Array | None) -> list[SublayerCall]:
     """A layer's forward: the output of a sublayer is the input of the next."""
-    return [*map(Call, layer, saved, [*(each.x_nD for each in saved[1:]), out_nD])]
+    return [*map(SublayerCall, layer, saved, [*(each.x_nD for each in saved[1:]), out_nD])]
 
 
 def join_parts(logits: np.ndarray) -> np.ndarray:

@@ -393,7 +393,7 @@ def scale_rows(x: Array, targets: Array, weights: Array | None, count: Array | N
         x /= count.astype(x.dtype)
 
 
-def own_loss(loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
+def custom_loss(loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
     of_tokens, gradient = of_function(loss(logits, batch), losses, logits)
     losses[...] = of_tokens
     if backward and gradient is not logits:

@@ -110,7 +110,7 @@ def finish_norm(partial: Array, stride: int, scalars: Array) -> None:
 
 
 def check_in_step(report: Array, reports: Array, ranks: int, columns: int, scalars: Array) -> None:
-    """Raise CollectiveMismatch unless all ranks report the same epoch and step (``kos.train.step.REPORT``)."""
+    """Raise CollectiveMismatch unless all ranks report the same epoch and step (``kos.train.step.STATUS_FIELDS``)."""
     if not (reports[:, 1:3] == report[1:3]).all():
         got = "; ".join(f"{step:.0f} of epoch {epoch:.0f}" for epoch, step in reports[:, 1:3])
         expected = f"step {report[2]:.0f} of epoch {report[1]:.0f} on every rank"

@@ -301,7 +301,7 @@ class Ops(Protocol):
     def scale_rows(self, x: Array, targets: Array, weights: Array | None, count: Array | None) -> None:
         """x[i] *= weights[i] / count, of x (N, C); 0 where the target is ignored. None stands for ones."""
 
-    def own_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
+    def custom_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
         """losses (N,), those of a ``Loss``; if ``backward``, ``logits`` become the gradient of their sum."""
 
     def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:

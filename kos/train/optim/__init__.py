@@ -279,7 +279,7 @@ class Optimizer:
         self._launch("invalidate_if_aborted", gradients.flat, 1, 1, addresses, addresses.size, report)
 
     def check_in_step(self, gradients: Parameters, report: Array, reports: Array) -> None:
-        """Updates change nothing any more unless all ranks report the same epoch and step (``kos.train.step.REPORT``).
+        """Updates change nothing any more unless all ranks report the same epoch and step (``STATUS_FIELDS``).
         On a host, this raises CollectiveMismatch.
 
         The reports of a step whose collectives were ended are those of an earlier step, or zeros.

@@ -10,8 +10,9 @@ torchtitan order alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kos.errors import InvalidArgument, SettingError, plural
@@ -19,14 +20,15 @@ from kos.errors import InvalidArgument, SettingError, plural
 if TYPE_CHECKING:
     from kos.comm.communicator import Communicator
 
-AXES = ("pp", "dp", "cp", "tp")
 DENSE = ("dp", "cp")
 """The axes whose ranks hold the same dense weights."""
+NAMED = ("dp", "tp", "pp", "cp")
+"""The axes in the order of flags and messages."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks of each axis."""
+    """The number of ranks of each axis, the outermost first."""
 
     pp: int = 1
     dp: int = 1
@@ -34,26 +36,31 @@ class Layout:
     tp: int = 1
 
     @classmethod
-    def of(cls, ranks: int, *, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1) -> Layout:
+    def of(cls, ranks: int, *, dp: int | None = None, **others: int) -> Layout:
         """The layout of ``ranks`` ranks; ``dp`` takes the rest if it is None. ConfigError if they do not multiply."""
-        rest = tp * pp * cp
+        rest = math.prod(others.values())
         if ranks % rest or dp not in (None, ranks // rest):
-            named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+            named = {"dp": dp, **others}
             sizes = {axis: n for axis, n in named.items() if n is not None and (n > 1 or axis == "dp")}
             given = " ".join(f"--{axis} {n}" for axis, n in sizes.items())
             product = rest * (dp or 1)
             got = " × ".join(map(str, sizes.values())) + f" = {product}" * (len(sizes) > 1)
             expected = f"a divisor of {ranks} (ranks)" if dp is None else f"{plural(ranks, 'rank')} in all"
             raise SettingError(given, expected, got, hint=f"{plural(product, 'rank')} would do", also=[*sizes])
-        return cls(pp, ranks // rest, cp, tp)
+        return cls(dp=ranks // rest, **others)
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same dense weights."""
+        return math.prod(getattr(self, axis) for axis in DENSE)
 
     def describe(self) -> str:
         """``4 ranks (tp 2, cp 2)``, without the axes of one rank; ``4 ranks`` where dp has all."""
-        axes = [f"{axis} {size}" for axis in ("dp", "tp", "pp", "cp") if (size := getattr(self, axis)) > 1]
+        axes = [f"{axis} {size}" for axis in NAMED if (size := getattr(self, axis)) > 1]
         return plural(self.ranks, "rank") + f" ({', '.join(axes)})" * (self.dp < self.ranks)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -69,6 +76,9 @@ class Layout:
         for axis in AXES:
             rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
         return rank
+
+
+AXES = tuple(field.name for field in fields(Layout))
 
 
 class DryCommunicator:
@@ -122,9 +132,14 @@ class Reduction(NamedTuple):
 class Mesh:
     """The grid as one rank sees it. Collective.
 
-    ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``replicas`` joins dp and cp, whose ranks hold the same weights,
-    and ``model_parallel`` joins pp and tp, whose ranks hold one model together.
+    Each axis of the layout is an attribute.  ``replicas`` joins those of ``DENSE``, whose ranks hold the same weights,
+    and ``model_parallel`` the others, whose ranks hold one model together.
     """
+
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    tp: Axis
 
     def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
         self.world = world
@@ -133,8 +148,9 @@ class Mesh:
             raise InvalidArgument(f"expected a layout of {world.size} ranks, got {self.layout}")
         self.coordinates = self.layout.coordinates(world.rank)
         self._groups: dict[tuple[str, ...], Communicator] = {}
-        self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in ("pp", "dp", "cp", "tp"))
-        self.replicas, self.model_parallel = self._axis("dp", "cp"), self._axis("pp", "tp")
+        for axis in AXES:
+            setattr(self, axis, self._axis(axis))
+        self.replicas, self.model_parallel = self._axis(*DENSE), self._axis(*({*AXES} - {*DENSE}))
 
     @property
     def dense(self) -> Reduction:

@@ -28,8 +28,7 @@ from kos.train.data.loading import lines_of
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of
 from kos.train.device.costs import GPUS, ONE_HOST, Network, Rates, cpu_rates, gpu_here, gpu_rates
-from kos.train.device.dry_run import AXES, DryRun, Job, slow_attention
-from kos.train.device.memory_plan import GIB, MemoryPlan
+from kos.train.device.dry_run import AXES, GIB, DryRun, Job, MemoryPlan, slow_attention
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import check_blocks, check_fp8, check_groups
 from kos.train.parallel.mesh import Layout, Mesh

@@ -57,7 +57,7 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
             of += f", {padding} are padding"
         where = f"step {step + 1}, sequence {row + 1}{f', of {name}' * bool(name)}"
         shown.append(f"--- {where}: {of}\n{text}")
-    fit = [f"--- {line}" for line in data.fit_in_words().splitlines()]
+    fit = [f"--- {line}" for line in data.describe_fit().splitlines()]
     about = [f"--- {data.describe()}; {data.trained_on}; {data.held_out}"]
     config = config.model_copy(update={"fit": "whole" if data.packing else config.fit})
     if useless := without_effect(config, asked, data.unused_settings):

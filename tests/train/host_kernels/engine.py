@@ -24,7 +24,7 @@ from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
-from kos.train.device import dry_run, memory_plan
+from kos.train.device import dry_run
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
@@ -124,7 +124,7 @@ MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empt
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 # The kernels': their arrays lie otherwise than numpy's.
 OPERATIONS -= {"keys_and_values", "add_keys_and_values", "empty_cache", "append_to_cache", "attention_to_cache"}
-OPERATIONS -= {"own_loss"}  # the device's, of the program's arrays or kernel
+OPERATIONS -= {"custom_loss"}  # the device's, of the program's arrays or kernel
 
 
 class QueuedOps(HostOps):
@@ -354,7 +354,7 @@ def host_engine(monkeypatch) -> None:
             known=algorithms, keep=algorithms.update
         ),
         (dry_run, "cu"): driver,
-        (memory_plan, "BUCKET_BYTES"): 4 * CHUNK,  # small models have several buckets
+        (dry_run, "BUCKET_BYTES"): 4 * CHUNK,  # small models have several buckets
         (CudaOps, "overlap_rows"): 1,  # a micro-batch of 8 tokens has two halves, or two turns
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,

@@ -411,7 +411,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
         operands = (x, targets, 0 if weights is None else weights, 0 if count is None else count, x.shape[1])
         self._entropy("scale_rows", len(x), 256, *operands, DTYPE=x.dtype.name)
 
-    def own_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
+    def custom_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
         if isinstance(loss, CudaLoss):
             path, weights = source_file(loss.source).name, 0 if batch.weights is None else batch.weights
             operands = logits, batch.targets, weights, losses, logits.shape[1]
