@@ -119,7 +119,6 @@ class _Run:
             self._pid = os.fork()
         if not self._pid:
             self._socket.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             supervise(job, theirs, self._outputs, self._results)
         theirs.close()
 

@@ -162,6 +162,7 @@ def supervise(job: Job, parent: socket.socket, outputs: list[int], results: list
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # which the caller has blocked
         warnings.simplefilter("ignore")
         report = json.dumps(Supervisor(job, parent, outputs, results).run()).encode()
     except ConnectionError:
