@@ -179,7 +179,7 @@ class Fields(Section, use_attribute_docstrings=True):
     """Multiply what an adapter adds by --lora-alpha / sqrt(rank) (rank-stabilized LoRA)."""
     lora_targets: tuple[str, ...] = option((), "all matrices of layers", changes="state", several=True)
     """Matrices that have adapters, such as q_proj,v_proj; repeat the flag, or separate names by commas. Or a regular
-    expression that matches whole names, such as '.*[.][0-3][.].*(q|v)_proj'."""
+    expression that matches whole names, such as '.*self_attn.(q|v)_proj'."""
     lora_layers: tuple[int, ...] = option((), "all layers", changes="state", several=True)
     """Layers that have adapters, counted from 0, such as 0,1; repeat the flag, or separate numbers by commas."""
     freeze: tuple[str, ...] = option((), "none", changes="state", metavar="PATTERN", several=True)
