@@ -62,7 +62,7 @@ class TrainedModel:
         self._model, self._folder, self._ops, self._tp = make_whole(config, ops, tp), folder, ops, tp
 
     def __repr__(self) -> str:
-        return f"<TrainedModel of {self.config.num_parameters():,} parameters, {self.config}>"
+        return f"<TrainedModel of {self.config.num_parameters():,} parameters, {self.config!r}>"
 
     def logits(self, tokens: str | ArrayLike) -> NDArray[np.float32]:
         """The logits of the next token after each token.

@@ -157,6 +157,6 @@ def test_each_rank_reports_its_own_reason():
 def test_dir_lists_what_a_user_wants():
     names = {name for name in dir(kos) if not name.startswith("__")}
     assert names == {
-        "Communicator", "NOBODY", "PremulSum", "ReduceOp", "Work", "as_completed", "errors", "init", "join",
+        "ANY", "Communicator", "NOBODY", "PremulSum", "ReduceOp", "Work", "as_completed", "errors", "init", "join",
         "register_backend", "wait_any",
     }  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from kos.environment import KOS_HOST
 from kos.errors import KosError, RankLost, debugging
 from kos.interop.torch import group as interop
 from kos.interop.torch.launch import _in_library
@@ -77,8 +78,8 @@ def _set_environment(job: Job, rank: int) -> None:
     values = {
         "RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local),
         "GROUP_RANK": firsts.index(host), "GROUP_WORLD_SIZE": len(firsts), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        **({} if host is None else {"KOS_HOST": host}),
+        "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": "lo",
+        **({} if host is None else {KOS_HOST.name: host}),
     }  # fmt: skip
     os.environ |= {**{name: str(value) for name, value in values.items()}, **job.env}
 
