@@ -103,7 +103,8 @@ def test_a_rank_that_has_closed_its_communicator_ends_no_wait(comm, /):
         with pytest.raises(CollectiveTimeout, match="no rank has set the key"):
             comm.store.get("never", NEVER)
         comm.store.set("late", b"here")
-        comm.store.get("read")
+        if comm.size > 2:
+            comm.store.get("read")
     else:
         assert comm.store.get("late") == b"here"
         comm.store.set("read", b"")
