@@ -216,7 +216,7 @@ class Receive:
     def begin(self, ranks: Sequence[int], earlier: Collection[Receive] = ()) -> bool:
         """Start to receive the first message from one of ``ranks``, which none of the ``earlier`` receives may take.
 
-        Returns False if none has arrived.
+        Returns False if no such message has arrived.
         """
         src, tag, messages = self.src, self.tag, self.matching.messages
         if self.array is None or ANY in (src, tag):

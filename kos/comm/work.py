@@ -422,7 +422,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
             reported = True
             with engine.lock:
                 backend.failures.show_wait(backend.late(self))
-                # No sleep while another operation is in flight: polls advance it.
+                # It does not sleep while another operation is in flight, which only polls advance.
                 alone = time.monotonic() - began > LONG_WAIT and engine.outstanding() == [self]
                 sleeps = alone and backend.may_sleep(self)
             return False

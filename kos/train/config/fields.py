@@ -285,7 +285,7 @@ class Fields(Section, use_attribute_docstrings=True):
     def _shape(cls, given: ModelShape) -> ModelShape:
         from kos.train.model.families import resolve
 
-        resolve(given, 2**63, 1)  # refuses a shape that cannot be
+        resolve(given, 2**63, 1)  # raises if no model can have this shape
         return given
 
     @field_validator("data", mode="before")

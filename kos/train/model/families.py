@@ -160,7 +160,7 @@ FAMILIES: dict[str, type[LlamaConfig]] = {
 def resolve(shape: ModelShape, vocab_size: int, context: int) -> LlamaConfig:
     """The model of these settings; open sizes follow from the tokenizer's vocabulary and the run's context.
 
-    SettingError for an unknown family, or a shape that cannot be.
+    Raises SettingError if the family is unknown, or if its models cannot have this shape.
     """
     if shape.model_type not in FAMILIES:
         near = closest(shape.model_type, FAMILIES)

@@ -39,8 +39,9 @@ LOOKUPS = "lookups"
 class Gradients(NamedTuple):
     """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
 
-    Frozen weights are not in ``of``. ``final`` takes the name of a tensor or of a group. The calls come in the order in
-    which the gradients lie in memory. Tensors that every rank of tp holds whole are an exception: they lie last.
+    ``of`` has the gradients of all weights except the frozen ones. ``final`` is called with the name of each tensor or
+    group of tensors, in the order in which their gradients lie in memory. Tensors that every rank of tp holds whole are
+    an exception: they lie last.
     """
 
     of: Weights

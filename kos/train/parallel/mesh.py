@@ -132,8 +132,9 @@ class Reduction(NamedTuple):
 class Mesh:
     """The grid as one rank sees it. Collective.
 
-    Each axis of the layout is an attribute.  ``replicas`` joins those of ``DENSE``, whose ranks hold the same weights,
-    and ``model_parallel`` the others, whose ranks hold one model together.
+    It has an attribute for each axis of the layout, such as ``dp``.  Two more axes join several of these.  The ranks of
+    ``replicas`` (the axes in ``DENSE``) hold the same weights.  Those of ``model_parallel`` (all other axes) hold the
+    parts of one model.
     """
 
     pp: Axis

@@ -198,10 +198,11 @@ class FingerprintRing(Fingerprints):
             raise known[0]
 
     def liveness(self) -> Liveness:
-        """A check, from time to time, whether ranks of the host that a call waits for have ended.
+        """A function that checks, from time to time, whether ranks of the host that a call waits for have ended.
 
-        It returns the error of the call ``what`` if one of ``ranks`` had ended before this poll and before the last
-        one, since its last store may have arrived in between; else None.
+        The function is called at each poll.  It returns the error of the call ``what`` if two checks in a row have
+        found that one of ``ranks`` has ended, else None.  One check is not enough: a value that the rank stored before
+        its end may arrive after it.
         """
         began, suspects = time.monotonic(), set[int]()
         due = began + CHECK_SECONDS
